@@ -1,0 +1,129 @@
+"""Framed messages over a Unix socket: the client side, used by the controller and the gateway."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from elastic.errors import ElasticError, NeedsReplan, Retryable
+from elastic.protocol import MAX_FRAME_BYTES, AnyMessage, Command, Failed, Hello, Refused, decode, encode
+
+T = TypeVar("T")
+
+
+async def read_frame(reader: asyncio.StreamReader) -> AnyMessage:
+    """The next message. Raises IncompleteReadError at the end, ElasticError on a frame that is not ours."""
+    size = int.from_bytes(await reader.readexactly(4), "big")
+    if size > MAX_FRAME_BYTES:
+        raise ElasticError(
+            f"a frame of {size} bytes is above the limit of {MAX_FRAME_BYTES}; not a peer of this version?"
+        )
+    body = await reader.readexactly(size)
+    try:
+        return decode(body)
+    except msgspec.MsgspecError as error:
+        raise ElasticError(f"a frame that is no message of this version: {error}") from error
+
+
+class Channel:
+    """One connection. `on_event` gets every message that answers no command; `on_close` is called once, when the other
+    side is gone: for a rank that is the liveness signal, raised by the kernel when the process dies."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str) -> None:
+        self.name = name
+        self.on_event: Callable[[AnyMessage], None] = lambda _: None
+        self.on_close: Callable[[str], None] = lambda _: None
+        self.closed = False
+        self._reader, self._writer = reader, writer
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[AnyMessage]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, address: str, hello: Hello, name: str, *, deadline_s: float) -> "Channel":
+        """Connect and send the first frame. Raises Retryable when nobody answers in time."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                reader, writer = await asyncio.open_unix_connection(address)
+        except (OSError, TimeoutError) as error:
+            raise Retryable(f"{name}: cannot connect to {address}: {error or 'no answer'}") from error
+        channel = cls(reader, writer, name)
+        writer.write(encode(hello))
+        return channel
+
+    def start(
+        self,
+        on_event: Callable[[AnyMessage], None] = lambda _: None,
+        on_close: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Begin to read. The owner must `aclose` in the end."""
+        self.on_event, self.on_close = on_event, on_close
+        self._task = asyncio.create_task(self._read(), name=f"channel {self.name}")
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def send(self, message: AnyMessage) -> None:
+        """Queue one message; a closed channel swallows it, since `on_close` has told the owner."""
+        if not self.closed:
+            self._writer.write(encode(message))
+
+    async def call(self, message: Command, answer: type[T] | tuple[type[T], ...], *, deadline_s: float) -> T:
+        """Send a command and wait for its answer.
+
+        Raises Retryable on the deadline or a closed channel, NeedsReplan when the rank refuses (epoch or phase), and
+        ElasticError with the rank's own words when the command failed there.
+        """
+        if self.closed:
+            raise Retryable(f"{self.name}: connection is closed")
+        future: asyncio.Future[AnyMessage] = asyncio.get_running_loop().create_future()
+        self._waiting[message.id] = future
+        self.send(message)
+        what = type(message).__name__
+        try:
+            async with asyncio.timeout(deadline_s):
+                got = await future
+        except TimeoutError:
+            raise Retryable(f"{self.name}: no answer to {what} within {deadline_s:g} s") from None
+        finally:
+            self._waiting.pop(message.id, None)
+        if isinstance(got, Refused):
+            raise NeedsReplan(f"{self.name}: refused {what}: {got.why}")
+        if isinstance(got, Failed):
+            raise ElasticError(f"{self.name}: {what} failed: {got.why}")
+        if not isinstance(got, answer):
+            raise ElasticError(f"{self.name}: answered {what} with {type(got).__name__}")
+        return got
+
+    async def aclose(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._close("closed by this side", tell=False)
+
+    def _close(self, why: str, *, tell: bool = True) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self._writer.close()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(Retryable(f"{self.name}: connection closed: {why}"))
+        if tell:
+            self.on_close(why)
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                message = await read_frame(self._reader)
+                future = self._waiting.get(getattr(message, "id", 0))
+                if future is not None and not future.done():
+                    future.set_result(message)
+                else:
+                    self.on_event(message)
+        except (asyncio.IncompleteReadError, OSError):
+            self._close("end of stream")
+        except ElasticError as error:
+            self._close(str(error))

@@ -1,0 +1,121 @@
+"""What is fixed for the life of a group: sizes, paths, back ends. Sized once, never changed by a reconfiguration."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from elastic.errors import ElasticError
+
+EpBackendName = Literal["shm", "nixl"]
+
+
+class ModelShape(msgspec.Struct, frozen=True):
+    """The part of a checkpoint's config.json that the controller needs."""
+
+    experts: int
+    moe_layers: int
+    hidden: int
+    vocab: int
+    max_position: int
+
+
+class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One serving group. `validate` raises ElasticError with every contradiction, naming the field."""
+
+    name: str
+    run_dir: str
+    """Sockets, logs, group state. Must be short: a Unix socket path holds 107 bytes."""
+    checkpoint: str
+    """A Hugging Face folder: config.json, *.safetensors, tokenizer.json."""
+    ranks: int
+    """Live ranks at start."""
+    max_ranks: int
+    """Slots; the capacity of every buffer."""
+    slots_per_rank: int
+    """Physical expert slots of a rank, per MoE layer."""
+    redundant_experts: int = 0
+    """Replicas per layer beyond one of each; total over the group, placed while there is room."""
+    max_tokens: int = 32
+    """Rows a rank may put into one step: the dispatch limit."""
+    max_seqs: int = 16
+    """Sequences in a rank's KV cache."""
+    max_model_len: int = 256
+    """Positions of a sequence, prompt and answer."""
+    capture_sizes: tuple[int, ...] = (4, 8, 16, 32)
+    """Row counts for which a step graph is captured; a step is padded to the next. At least 4: below, the CPU's
+    matrix kernels sum in another order and rows would depend on their batch."""
+    ep_backend: EpBackendName = "shm"
+    ep_timeout_s: float = 30.0
+    """After this long a silent peer is masked by the survivor itself: the fallback, never the plan."""
+    host_tier: bool = True
+    heartbeat_s: float = 0.1
+    prepare_deadline_s: float = 60.0
+    """For boot, load, connect and capture of a joining rank."""
+    commit_deadline_s: float = 5.0
+    """For each answer within a commit; a rank that exceeds it is treated as lost."""
+    seed: int = 0
+
+    @property
+    def root(self) -> Path:
+        return Path(self.run_dir)
+
+    def validate(self, model: ModelShape) -> None:
+        problems: list[str] = []
+        for name in ("ranks", "max_ranks", "slots_per_rank", "max_tokens", "max_seqs", "max_model_len"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name}: {getattr(self, name)} is not positive")
+        for name in ("ep_timeout_s", "heartbeat_s", "prepare_deadline_s", "commit_deadline_s"):
+            if getattr(self, name) <= 0:
+                problems.append(f"{name}: {getattr(self, name)} is not positive")
+        if self.redundant_experts < 0:
+            problems.append(f"redundant_experts: {self.redundant_experts} is negative")
+        if self.ranks > self.max_ranks:
+            problems.append(f"ranks: {self.ranks} is above max_ranks {self.max_ranks}")
+        if self.slots_per_rank > model.experts:
+            problems.append(f"slots_per_rank: {self.slots_per_rank} is above the model's {model.experts} experts")
+        needed = model.experts + self.redundant_experts
+        if self.ranks > 0 and self.slots_per_rank > 0 and self.ranks * self.slots_per_rank < needed:
+            problems.append(
+                f"slots_per_rank: {self.ranks} ranks x {self.slots_per_rank} slots hold fewer than "
+                f"{model.experts} experts + {self.redundant_experts} redundant"
+            )
+        sizes = self.capture_sizes
+        if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 4 or sizes[-1] != self.max_tokens:
+            problems.append(f"capture_sizes: {list(sizes)} must ascend from at least 4 to max_tokens {self.max_tokens}")
+        if self.max_model_len > model.max_position:
+            problems.append(f"max_model_len: {self.max_model_len} is above the model's {model.max_position} positions")
+        if len(str(self.root.absolute())) > 70:
+            problems.append(f"run_dir: {self.run_dir} is too long for Unix sockets below it (70 characters at most)")
+        if problems:
+            raise ElasticError("group configuration: " + "; ".join(problems))
+
+
+def read_model_shape(checkpoint: str | Path) -> ModelShape:
+    """Read config.json of a Qwen3-MoE checkpoint. Raises ElasticError naming the file and the key."""
+    path = Path(checkpoint) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ElasticError(f"{path}: no such file; `checkpoint` must be a Hugging Face model folder") from None
+    except (OSError, ValueError) as error:
+        raise ElasticError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict) or config.get("model_type") != "qwen3_moe":
+        found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
+        raise ElasticError(f"{path}: model_type is {found!r}, expected 'qwen3_moe'")
+    try:
+        step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or []
+        layers, experts = int(config["num_hidden_layers"]), int(config["num_experts"])
+        moe_layers = sum(1 for i in range(layers) if i not in dense and experts > 0 and (i + 1) % step == 0)
+        return ModelShape(
+            experts=experts,
+            moe_layers=moe_layers,
+            hidden=int(config["hidden_size"]),
+            vocab=int(config["vocab_size"]),
+            max_position=int(config["max_position_embeddings"]),
+        )
+    except KeyError as error:
+        raise ElasticError(f"{path}: key {error} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise ElasticError(f"{path}: {error}") from error

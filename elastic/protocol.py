@@ -1,0 +1,352 @@
+"""Messages between controller, gateway and rank agents, and their framing.
+
+Frame: 4 bytes big-endian length, then msgpack of one tagged struct. Every command carries the membership epoch; an agent
+refuses a command older than its own epoch with `Refused`. A command with `id` gets exactly one answer with the same `id`:
+its result, `Refused` or `Failed`. Event messages have no id.
+"""
+
+import msgspec
+
+from elastic.placement.maps import Move, Row
+from elastic.view import View
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 64 << 20
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Base of all messages; the tag is the class name."""
+
+
+# --- commands: controller to rank -------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First frame of any connection; an agent closes a connection that starts otherwise."""
+
+    role: str
+    """"controller" or "gateway"."""
+    group: str
+    version: int = PROTOCOL_VERSION
+
+
+class Query(Message):
+    """Answered with Status at any time."""
+
+    id: int
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """How to reach another rank's memory."""
+
+    slot: int
+    incarnation: int
+    ep: bytes
+    board: bytes
+    weights: bytes
+
+
+class Prepare(Message):
+    """Background work before a commit, while the group serves: connect peers masked, load weights; a joiner also loads
+    its dense weights, warms up and captures. Answered with Prepared."""
+
+    id: int
+    epoch: int
+    peers: tuple[Peer, ...] = ()
+    moves: tuple[Move, ...] = ()
+    dense_from: int | None = None
+    """For a joiner that has no dense weights yet: a live slot to take them from, or -1: host tier or checkpoint."""
+    capture: bool = False
+
+
+class StopAt(Message):
+    """Stage one of a planned stop: stop before `round`. Answered with Parked, or with Late when `round` has begun."""
+
+    id: int
+    epoch: int
+    round: int
+
+
+class Abort(Message):
+    """Unplanned stop: end every wait, discard the step in flight, park. Raises the rank's epoch. Answered with Parked."""
+
+    id: int
+    epoch: int
+    lost: tuple[int, ...]
+
+
+class Commit(Message):
+    """Stage two: take over `view` in place. Only to parked ranks and ready joiners. Answered with Committed."""
+
+    id: int
+    epoch: int
+    view: View
+    peers: tuple[Peer, ...]
+    """All other live ranks; unknown ones are connected first."""
+    moves: tuple[Move, ...]
+    """Own moves to do before the map changes (coverage after a loss)."""
+    round: int
+    """The round that the group runs next."""
+    base: int
+    """The number of the next dispatch, agreed by all."""
+
+
+class Resume(Message):
+    """All ranks have committed; run. Answered with Done."""
+
+    id: int
+    epoch: int
+
+
+class Leave(Message):
+    """The rank is not part of the view any more; end after answering Done."""
+
+    id: int
+    epoch: int
+
+
+# --- answers and events: rank to controller -----------------------------------------------------------------------------
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Weights loaded, by source."""
+
+    tensors: int = 0
+    bytes: int = 0
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """What a load moved and from where: peer memory, the host-memory tier, the checkpoint on disk."""
+
+    peer: Source = Source()
+    host: Source = Source()
+    disk: Source = Source()
+    seconds: float = 0.0
+
+
+class Counters(msgspec.Struct, frozen=True):
+    captures: int = 0
+    replays: int = 0
+    address_changes: int = 0
+    discarded_steps: int = 0
+    tokens: int = 0
+
+
+class Status(Message):
+    """Everything the controller needs to adopt this rank."""
+
+    id: int
+    slot: int
+    incarnation: int
+    pid: int
+    pid_start: int
+    epoch: int
+    phase: str
+    """"booted", "ready" (captured, not in a view), "serving", "parked"."""
+    round: int
+    """The round that the rank runs next, or is running."""
+    view: View | None
+    contents: tuple[Row, ...]
+    """What the expert buffers hold: [layer][index]; HOLE where empty or torn."""
+    peer: Peer
+    counters: Counters
+    waiting: int
+    running: int
+
+
+class Prepared(Message):
+    id: int
+    loaded: Loaded
+    contents: tuple[Row, ...]
+    connect_s: float
+    capture_s: float
+
+
+class Parked(Message):
+    id: int
+    round: int
+    """The round that this rank runs next: the first that is not committed here."""
+    contents: tuple[Row, ...]
+
+
+class Late(Message):
+    id: int
+    round: int
+    """The round that has begun."""
+
+
+class Committed(Message):
+    id: int
+    placement_hash: str
+    loaded: Loaded
+    contents: tuple[Row, ...]
+
+
+class Done(Message):
+    id: int
+
+
+class Refused(Message):
+    """The command does not fit the rank's epoch or phase; nothing was changed."""
+
+    id: int
+    epoch: int
+    why: str
+
+
+class Failed(Message):
+    """The command was begun and failed."""
+
+    id: int
+    why: str
+
+
+class Heartbeat(Message):
+    """Sent by the agent's own thread every `heartbeat_s`."""
+
+    round: int
+    phase: str
+    epoch: int
+    idle: bool
+    waiting_on: tuple[int, ...]
+    """The peers that the current step waits for, at the moment of sending."""
+    counters: Counters
+    waiting: int
+    running: int
+
+
+class Fault(Message):
+    """The rank saw a peer fail: evidence for the controller."""
+
+    peer: int
+    what: str
+    """"timeout", "disconnect"."""
+    source: str
+    """"ep", "weights"."""
+
+
+class Resumed(Message):
+    """The first step after a commit was committed on this rank (or it went idle at once)."""
+
+    epoch: int
+    pause_s: float
+    """Longest gap between two committed steps around the commit; 0.0 where the rank was idle before it."""
+    idle: bool
+
+
+# --- gateway and rank -----------------------------------------------------------------------------------------------------
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    seed: int = 0
+    """With the position it determines the draw: a replayed request continues as it would have."""
+
+
+class Submit(Message):
+    """Gateway to rank. `tokens` is the prompt and what was already sent to the client."""
+
+    request: str
+    attempt: int
+    tokens: tuple[int, ...]
+    prompt_len: int
+    max_tokens: int
+    """Answer tokens in all, those in `tokens` included."""
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+    logprobs: bool = False
+
+
+class Cancel(Message):
+    """Gateway to rank: forget a request; no answer."""
+
+    request: str
+    attempt: int
+
+
+class Emitted(Message):
+    """Rank to gateway: tokens of a committed step."""
+
+    request: str
+    attempt: int
+    start: int
+    """Answer index of tokens[0]: the gateway accepts only what continues its ledger."""
+    tokens: tuple[int, ...]
+    finish: str | None = None
+    """"stop", "length", or None while it goes on."""
+
+
+class Rejected(Message):
+    """Rank to gateway: a request that can never run here (too long)."""
+
+    request: str
+    attempt: int
+    why: str
+
+
+class Load(Message):
+    """Rank to gateway, when it changes."""
+
+    waiting: int
+    running: int
+    max_seqs: int
+
+
+class Route(msgspec.Struct, frozen=True):
+    """A rank as the gateway sees it."""
+
+    slot: int
+    incarnation: int
+    address: str
+    admit: bool
+    """False: finish nothing new here; its requests are handed over to others."""
+
+
+class Routes(Message):
+    """Controller to gateway: the ranks that serve. Answered with GatewayStatus."""
+
+    id: int
+    epoch: int
+    routes: tuple[Route, ...]
+
+
+class GatewayQuery(Message):
+    id: int
+
+
+class GatewayStatus(Message):
+    id: int
+    accepted: int
+    completed: int
+    failed: int
+    replayed: int
+    """Requests moved to another rank, each time counted."""
+    in_flight: int
+    queued: int
+    per_slot: dict[int, int]
+    """Requests in flight by slot."""
+
+
+AnyMessage = (
+    Hello | Query | Prepare | StopAt | Abort | Commit | Resume | Leave | Status | Prepared | Parked | Late | Committed
+    | Done | Refused | Failed | Heartbeat | Fault | Resumed | Submit | Cancel | Emitted | Rejected | Load | Routes
+    | GatewayQuery | GatewayStatus
+)  # fmt: skip
+
+Command = Query | Prepare | StopAt | Abort | Commit | Resume | Leave | Routes | GatewayQuery
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """One frame, length included."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(4, "big") + body
+
+
+def decode(body: bytes | memoryview) -> AnyMessage:
+    """The body of one frame. Raises msgspec.ValidationError or DecodeError on anything else."""
+    return _decoder.decode(body)

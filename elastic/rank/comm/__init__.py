@@ -1,0 +1,1 @@
+"""Expert-parallel communication between ranks; `base` has the interface that the round loop knows."""
