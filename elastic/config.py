@@ -55,7 +55,12 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     """For boot, load, connect and capture of a joining rank."""
     commit_deadline_s: float = 5.0
     """For each answer within a commit; a rank that exceeds it is treated as lost."""
-    seed: int = 0
+    gateway_host: str = "127.0.0.1"
+    gateway_port: int = 0
+    """0 picks a free port; the gateway publishes it in `gateway.json`."""
+    gateway_max_queued: int = 256
+    model_name: str = ""
+    """What clients call the model; empty: the name of the checkpoint folder."""
 
     @property
     def root(self) -> Path:

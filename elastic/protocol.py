@@ -21,7 +21,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 # --- commands: controller to rank -------------------------------------------------------------------------------------
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First frame of any connection; an agent closes a connection that starts otherwise."""
 
     role: str
@@ -30,7 +30,7 @@ class Hello(Message):
     version: int = PROTOCOL_VERSION
 
 
-class Query(Message):
+class Query(Message, frozen=True):
     """Answered with Status at any time."""
 
     id: int
@@ -42,11 +42,11 @@ class Peer(msgspec.Struct, frozen=True):
     slot: int
     incarnation: int
     ep: bytes
-    board: bytes
+    """Of the EP backend and its round board."""
     weights: bytes
 
 
-class Prepare(Message):
+class Prepare(Message, frozen=True):
     """Background work before a commit, while the group serves: connect peers masked, load weights; a joiner also loads
     its dense weights, warms up and captures. Answered with Prepared."""
 
@@ -59,7 +59,7 @@ class Prepare(Message):
     capture: bool = False
 
 
-class StopAt(Message):
+class StopAt(Message, frozen=True):
     """Stage one of a planned stop: stop before `round`. Answered with Parked, or with Late when `round` has begun."""
 
     id: int
@@ -67,7 +67,7 @@ class StopAt(Message):
     round: int
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """Unplanned stop: end every wait, discard the step in flight, park. Raises the rank's epoch. Answered with Parked."""
 
     id: int
@@ -75,7 +75,7 @@ class Abort(Message):
     lost: tuple[int, ...]
 
 
-class Commit(Message):
+class Commit(Message, frozen=True):
     """Stage two: take over `view` in place. Only to parked ranks and ready joiners. Answered with Committed."""
 
     id: int
@@ -91,14 +91,14 @@ class Commit(Message):
     """The number of the next dispatch, agreed by all."""
 
 
-class Resume(Message):
+class Resume(Message, frozen=True):
     """All ranks have committed; run. Answered with Done."""
 
     id: int
     epoch: int
 
 
-class Leave(Message):
+class Leave(Message, frozen=True):
     """The rank is not part of the view any more; end after answering Done."""
 
     id: int
@@ -132,7 +132,7 @@ class Counters(msgspec.Struct, frozen=True):
     tokens: int = 0
 
 
-class Status(Message):
+class Status(Message, frozen=True):
     """Everything the controller needs to adopt this rank."""
 
     id: int
@@ -154,7 +154,7 @@ class Status(Message):
     running: int
 
 
-class Prepared(Message):
+class Prepared(Message, frozen=True):
     id: int
     loaded: Loaded
     contents: tuple[Row, ...]
@@ -162,31 +162,33 @@ class Prepared(Message):
     capture_s: float
 
 
-class Parked(Message):
+class Parked(Message, frozen=True):
     id: int
     round: int
     """The round that this rank runs next: the first that is not committed here."""
     contents: tuple[Row, ...]
+    released_s: float = 0.0
+    """From the order to the moment when the step in flight had returned; 0.0 where none was."""
 
 
-class Late(Message):
+class Late(Message, frozen=True):
     id: int
     round: int
     """The round that has begun."""
 
 
-class Committed(Message):
+class Committed(Message, frozen=True):
     id: int
     placement_hash: str
     loaded: Loaded
     contents: tuple[Row, ...]
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     id: int
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """The command does not fit the rank's epoch or phase; nothing was changed."""
 
     id: int
@@ -194,14 +196,14 @@ class Refused(Message):
     why: str
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """The command was begun and failed."""
 
     id: int
     why: str
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """Sent by the agent's own thread every `heartbeat_s`."""
 
     round: int
@@ -215,7 +217,7 @@ class Heartbeat(Message):
     running: int
 
 
-class Fault(Message):
+class Fault(Message, frozen=True):
     """The rank saw a peer fail: evidence for the controller."""
 
     peer: int
@@ -225,7 +227,7 @@ class Fault(Message):
     """"ep", "weights"."""
 
 
-class Resumed(Message):
+class Resumed(Message, frozen=True):
     """The first step after a commit was committed on this rank (or it went idle at once)."""
 
     epoch: int
@@ -245,7 +247,7 @@ class Sampling(msgspec.Struct, frozen=True):
     """With the position it determines the draw: a replayed request continues as it would have."""
 
 
-class Submit(Message):
+class Submit(Message, frozen=True):
     """Gateway to rank. `tokens` is the prompt and what was already sent to the client."""
 
     request: str
@@ -259,14 +261,14 @@ class Submit(Message):
     logprobs: bool = False
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     """Gateway to rank: forget a request; no answer."""
 
     request: str
     attempt: int
 
 
-class Emitted(Message):
+class Emitted(Message, frozen=True):
     """Rank to gateway: tokens of a committed step."""
 
     request: str
@@ -278,7 +280,7 @@ class Emitted(Message):
     """"stop", "length", or None while it goes on."""
 
 
-class Rejected(Message):
+class Rejected(Message, frozen=True):
     """Rank to gateway: a request that can never run here (too long)."""
 
     request: str
@@ -286,7 +288,7 @@ class Rejected(Message):
     why: str
 
 
-class Load(Message):
+class Load(Message, frozen=True):
     """Rank to gateway, when it changes."""
 
     waiting: int
@@ -304,7 +306,7 @@ class Route(msgspec.Struct, frozen=True):
     """False: finish nothing new here; its requests are handed over to others."""
 
 
-class Routes(Message):
+class Routes(Message, frozen=True):
     """Controller to gateway: the ranks that serve. Answered with GatewayStatus."""
 
     id: int
@@ -312,11 +314,11 @@ class Routes(Message):
     routes: tuple[Route, ...]
 
 
-class GatewayQuery(Message):
+class GatewayQuery(Message, frozen=True):
     id: int
 
 
-class GatewayStatus(Message):
+class GatewayStatus(Message, frozen=True):
     id: int
     accepted: int
     completed: int

@@ -1,40 +1,412 @@
-"""stub while the modules are built in parallel: the public surface of the executor."""
+"""The executor: drives one group towards its target slots, one sequence at a time; a loss pre-empts everything else."""
 
-from collections.abc import Callable, Iterable
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from typing import Any
 
-from elastic.config import GroupConfig
-from elastic.controller.records import Event, GroupStatus
+from elastic.config import GroupConfig, read_model_shape
+from elastic.controller.adoption import find_members, view_of
+from elastic.controller.boots import Boots
+from elastic.controller.gateway import GatewayLink
+from elastic.controller.group import Group, Unresponsive
+from elastic.controller.link import RankLink
+from elastic.controller.records import BootFailed, Event, GroupStatus, RankGone, SlotState, SlotStatus
+from elastic.controller.sequences import Sequences
+from elastic.controller.state import ControllerLock, GroupState, launched, load_state, save_state
+from elastic.errors import ElasticError, Infeasible, Retryable
+from elastic.launch.base import Launched, Launcher
+from elastic.launch.local import LocalLauncher
+from elastic.paths import config_path, socket_path, write_json
+from elastic.placement import HOLE, losses_survivable
+from elastic.protocol import Counters
+from elastic.view import Member
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.25
+"""Pause before a failed sequence is tried again, unless something new happens."""
+
+TIER_DEADLINE_S = 600.0
 
 
 class Executor:
-    """Drives one group towards its target slots; runs one sequence at a time; a loss pre-empts everything else."""
+    """Everything here runs in the owner's event loop. Methods that only note a wish return at once."""
 
-    def __init__(self, config: GroupConfig, on_event: Callable[[Event], None]) -> None: ...
+    def __init__(
+        self, config: GroupConfig, on_event: Callable[[Event], None], launcher: Launcher | None = None
+    ) -> None:
+        self.config = config
+        self._on_event = on_event
+        self._launcher: Launcher = launcher or LocalLauncher(config)
+        self._lock = ControllerLock(config)
+        self._group = Group(config, read_model_shape(config.checkpoint))
+        self._gateway = GatewayLink(config, self._launcher)
+        self._boots = Boots(
+            config, self._launcher, self._next_incarnation, self._remember, self._event, lambda: self._wake.set()
+        )
+        self._sequences = Sequences(
+            config, self._group, self._boots, self._gateway, self._launcher, on_event, self._save
+        )
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._target: tuple[int, ...] = ()
+        self._reason = "start"
+        self._since = time.monotonic()
+        self._lost: dict[int, tuple[str, float]] = {}
+        self._known: dict[int, Member] = {}
+        self._incarnations: dict[int, int] = {}
+        self._loop: asyncio.Task[None] | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._failure = ""
+        self._formed = False
+
+    # --- the owner's side -----------------------------------------------------------------------------------------
 
     async def start(self) -> str:
         """Adopt the group that runs in `config.run_dir`, else form it (launch, load, first commit). Also starts the
         gateway where none runs. Returns a sentence: what was found, what was done. Raises ElasticError (bad checkpoint,
-        ranks that die at every start, another controller holds the group); nothing is left running by a failed form."""
-        raise NotImplementedError
+        ranks that die at start, another controller holds the group); nothing is left running by a failed form."""
+        self.config.validate(self._group.model)
+        self.config.root.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
+        try:
+            state = load_state(self.config)
+            if state is not None:
+                self._incarnations |= state.incarnations
+                self._group.epoch = state.epoch
+            found = await find_members(self.config, state, self._launcher, self._event)
+            if found:
+                return await self._adopt(found, state)
+            return await self._form()
+        except BaseException:
+            self._lock.release()
+            raise
 
     def lose(self, slots: Iterable[int], *, cause: str, detected: float, replace: bool = True) -> None:
         """The owner's verdict: these live slots are lost. Their processes are ended (fenced) if they still run. The loss
         sequence begins at once, superseding any sequence under way; with `replace` the slots stay in the target and are
         refilled afterwards, otherwise they leave the target."""
+        fresh = {s: (cause, detected) for s in slots if s in self._group.live and s not in self._lost}
+        if not replace:
+            self._target = tuple(s for s in self._target if s not in fresh)
+        if not fresh:
+            return
+        self._lost |= fresh
+        if self._running is not None:
+            self._running.cancel()
+        self._wake.set()
 
     def scale(self, target: int | Iterable[int], *, reason: str) -> tuple[int, ...]:
         """Set the target: a number of ranks, or the very slots. Returns the new target slots; raises Infeasible with the
         numbers (below 1, above max_ranks, too few expert slots), nothing changed. The sequences run in the background."""
-        raise NotImplementedError
+        slots = self._choose(target) if isinstance(target, int) else tuple(sorted(set(target)))
+        config, experts = self.config, self._group.model.experts
+        outside = [s for s in slots if not 0 <= s < config.max_ranks]
+        if outside:
+            raise Infeasible(f"slots {outside} are outside 0..{config.max_ranks - 1}")
+        if not slots:
+            raise Infeasible("a group needs at least 1 rank")
+        if len(slots) * config.slots_per_rank < experts:
+            raise Infeasible(
+                f"{len(slots)} ranks x {config.slots_per_rank} slots hold fewer than {experts} experts; "
+                f"at least {-(-experts // config.slots_per_rank)} ranks are needed"
+            )
+        self._boots.pardon(slots)
+        self._target, self._reason, self._since = slots, reason, time.monotonic()
+        self._save()
+        self._wake.set()
+        return slots
 
     async def settled(self, *, deadline_s: float) -> None:
         """Wait until live equals target and no sequence runs. Raises Retryable with what is still open."""
+        try:
+            async with asyncio.timeout(deadline_s), self._changed:
+                await self._changed.wait_for(self._is_settled)
+        except TimeoutError:
+            raise Retryable(
+                f"not settled within {deadline_s:g} s: live {list(self._group.live)}, target {list(self._target)}, "
+                f"quarantined {self._boots.quarantined}, last failure: {self._failure or 'none'}"
+            ) from None
 
     def status(self) -> GroupStatus:
-        raise NotImplementedError
+        group, recorder = self._group, self._sequences.recorder
+        running = self._running is not None and recorder is not None
+        view = group.view
+        return GroupStatus(
+            name=self.config.name,
+            epoch=group.epoch,
+            live=group.live,
+            target=self._target,
+            max_ranks=self.config.max_ranks,
+            sequence=f"{recorder.kind}: {recorder.phase_now}" if running and recorder else None,
+            placement_hash=view.hash if view else "",
+            uncovered=len(view.placement.uncovered(view.live)) if view else 0,
+            losses_survivable=losses_survivable(
+                experts=group.model.experts, slots_per_rank=self.config.slots_per_rank, live=len(group.live)
+            ),
+            slots=tuple(self._slot_status(s) for s in range(self.config.max_ranks)),
+        )
+
+    @property
+    def gateway_http(self) -> str:
+        return self._gateway.process.http if self._gateway.process else ""
 
     async def close(self) -> None:
         """Let go: ranks and gateway go on serving."""
+        await self._end_loop()
+        await self._boots.close()
+        for link in self._group.links.values():
+            await link.aclose()
+        await self._gateway.close()
+        self._lock.release()
 
     async def stop(self) -> None:
         """End the group: gateway and every rank, by pid and start time."""
+        await self._end_loop()
+        await self._boots.cancel(range(self.config.max_ranks))
+        await self._gateway.stop()
+        for link in self._group.links.values():
+            await link.aclose()
+        for found in self._launcher.strays():
+            self._launcher.end(found)
+        self._group.links.clear()
+        self._group.view = None
+        self._known.clear()
+        self._save()
+        self._lock.release()
+
+    # --- start ----------------------------------------------------------------------------------------------------
+
+    async def _form(self) -> str:
+        write_json(config_path(self.config.root), self.config)
+        self._target = tuple(range(self.config.ranks))
+        try:
+            if self.config.host_tier:
+                await self._launcher.build_tier(deadline_s=TIER_DEADLINE_S)
+            await self._gateway.start(deadline_s=self.config.prepare_deadline_s)
+            self._begin()
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._formed or bool(self._boots.quarantined) or self._dead())
+            if not self._formed:
+                why = "; ".join(f"slot {s}: {w}" for s, w in self._boots.quarantined.items()) or self._failure
+                raise ElasticError(f"the group could not be formed: {why}")
+        except BaseException:
+            await self.stop()
+            raise
+        return f"formed a group of {len(self._target)} ranks on slots {list(self._target)}"
+
+    async def _adopt(self, found: dict[int, list[RankLink]], state: GroupState | None) -> str:
+        group = self._group
+        links, view, strays = view_of(found)
+        for link in strays:
+            await link.aclose()
+            self._launcher.end(launched(link.member))
+        top = [link.status.epoch for links_ in found.values() for link in links_]
+        group.epoch = max([group.epoch, *top])
+        for slot, link in links.items():
+            self._known[slot] = link.member
+            self._incarnations[slot] = max(self._incarnations.get(slot, 0), link.member.incarnation)
+        group.view = view
+        serving = set(view.live) if view else set()
+        # a process without a view is a joiner, also in a slot that the view counts as live: the one it counts is dead
+        group.links = {s: link for s, link in links.items() if s in serving and link.status.view is not None}
+        self._boots.ready = {s: link for s, link in links.items() if s not in group.links}
+        missing = sorted(serving - set(group.links))
+        unsettled = any(
+            link.status.phase != "serving" or (view is not None and link.status.view != view)
+            for link in group.links.values()
+        )
+        group.unsettled = unsettled
+        self._target = (
+            state.target if state and state.target else tuple(sorted(serving)) or tuple(range(self.config.ranks))
+        )
+        self._formed = True
+        now = time.monotonic()
+        for slot in missing:
+            self._lost[slot] = ("died while no controller watched", now)
+        await self._gateway.start(deadline_s=self.config.prepare_deadline_s)
+        self._begin()
+        self._save()
+        if not missing and not unsettled:
+            return f"adopted the running group: slots {sorted(serving)} at epoch {group.epoch}, nothing to do"
+        return (
+            f"adopted the running group: slots {sorted(group.links)} at epoch {group.epoch}; "
+            f"lost meanwhile: {missing or 'none'}; a sequence was under way: {'yes' if unsettled else 'no'}"
+        )
+
+    def _begin(self) -> None:
+        self._loop = asyncio.create_task(self._reconcile(), name="executor")
+        self._wake.set()
+
+    async def _end_loop(self) -> None:
+        for task in (self._loop, self._running):
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*(t for t in (self._loop, self._running) if t is not None), return_exceptions=True)
+        self._loop = self._running = None
+
+    def _dead(self) -> bool:
+        return self._loop is not None and self._loop.done()
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    async def _reconcile(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while (sequence := await self._next()) is not None:
+                self._running = asyncio.create_task(sequence, name="sequence")
+                failed = await self._finish(self._running)
+                self._running = None
+                self._save()
+                await self._notify()
+                if failed:
+                    await self._pause()
+            await self._notify()
+
+    async def _next(self) -> Coroutine[Any, Any, None] | None:
+        """What to do now; None: nothing, until somebody wakes the loop."""
+        group, boots = self._group, self._boots
+        self._lost = {s: why for s, why in self._lost.items() if s in group.live}
+        if self._lost:
+            cause = "; ".join(dict.fromkeys(c for c, _ in self._lost.values()))
+            detected = min(d for _, d in self._lost.values())
+            return self._sequences.loss(tuple(self._lost), cause, detected)
+        if group.unsettled:
+            return self._sequences.loss((), "a sequence was interrupted", time.monotonic())
+        await boots.cancel((boots.booting | set(boots.ready)) - set(self._target))
+        wanted = [s for s in self._target if s not in group.live and s not in boots.quarantined]
+        if wanted:
+            boots.ensure(wanted)
+            ready = [s for s in wanted if s in boots.ready]
+            if ready and (self._formed or len(ready) == len(wanted)) and self._can_hold(ready):
+                return self._sequences.join(ready, self._reason, self._since)
+        leavers = [s for s in group.live if s not in self._target]
+        if leavers and not group.parked:
+            return self._sequences.retire(leavers, self._reason, self._since)
+        return None
+
+    def _can_hold(self, joiners: Collection[int]) -> bool:
+        ranks = len({*self._group.live, *joiners})
+        return ranks * self.config.slots_per_rank >= self._group.model.experts
+
+    async def _finish(self, task: asyncio.Task[None]) -> bool:
+        """Wait for a sequence; True when it failed. A cancelled one was superseded by a loss."""
+        await asyncio.wait([task])
+        recorder, live = self._sequences.recorder, self._group.live
+        if task.cancelled():
+            if recorder is not None:
+                recorder.end("superseded", "another rank was lost", live)
+            return False
+        error = task.exception()
+        if error is None:
+            self._formed = self._formed or bool(live)
+            self._failure = ""
+            return False
+        self._failure = str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
+        if not isinstance(error, ElasticError):
+            log.error("a sequence failed unexpectedly", exc_info=error)
+        if recorder is not None:
+            recorder.end("failed", self._failure, live)
+        if isinstance(error, Unresponsive):
+            self.lose(error.slots, cause=f"no answer within the commit deadline: {error}", detected=time.monotonic())
+            return False
+        return True
+
+    async def _pause(self) -> None:
+        """A failed sequence is tried again after a while, or when something new is known."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RETRY_S):
+                await self._wake.wait()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    # --- bookkeeping ----------------------------------------------------------------------------------------------
+
+    def _event(self, event: Event) -> None:
+        if isinstance(event, RankGone) and self._group.links.get(event.member.slot) is None:
+            slot = event.member.slot
+            link = self._boots.ready.get(slot)
+            if link is not None and link.member == event.member:
+                self._boots.failed(slot, f"ended before it joined: {self._words(event.member)}")
+            return
+        if isinstance(event, BootFailed) and not self._formed:
+            # at the first start a rank that cannot come up is a mistake to report, not a fault to heal
+            self._boots.quarantined[event.slot] = event.why
+        self._on_event(event)
+        if isinstance(event, RankGone):
+            self._wake.set()
+
+    def _words(self, member: Member) -> str:
+        return self._launcher.last_words(f"rank-{member.slot}.{member.incarnation}")
+
+    def _next_incarnation(self, slot: int) -> int:
+        self._incarnations[slot] = self._incarnations.get(slot, 0) + 1
+        return self._incarnations[slot]
+
+    def _remember(self, slot: int, incarnation: int, started: Launched | None) -> None:
+        if started is None:
+            self._known.pop(slot, None)
+        else:
+            address = socket_path(self.config.root, slot, incarnation)
+            self._known[slot] = Member(slot, incarnation, started.pid, started.pid_start, address)
+        self._save()
+
+    def _save(self) -> None:
+        coming = self._boots.booting | set(self._boots.ready)
+        members = {s: m for s, m in self._known.items() if s in coming}
+        members |= {s: link.member for s, link in self._group.links.items()}
+        save_state(
+            self.config,
+            GroupState(
+                group=self.config.name,
+                epoch=self._group.epoch,
+                target=self._target,
+                members=tuple(members[s] for s in sorted(members)),
+                incarnations=dict(self._incarnations),
+            ),
+        )
+
+    def _choose(self, ranks: int) -> tuple[int, ...]:
+        """The slots for a number of ranks: keep the lowest, take the lowest empty ones."""
+        if not 1 <= ranks <= self.config.max_ranks:
+            raise Infeasible(f"{ranks} ranks are outside 1..{self.config.max_ranks} (max_ranks)")
+        kept = list(self._target)[:ranks]
+        free = [s for s in range(self.config.max_ranks) if s not in kept]
+        return tuple(sorted([*kept, *free[: ranks - len(kept)]]))
+
+    def _is_settled(self) -> bool:
+        group = self._group
+        return self._running is None and not self._lost and not group.unsettled and group.live == self._target
+
+    def _slot_status(self, slot: int) -> SlotStatus:
+        group, boots, now = self._group, self._boots, time.monotonic()
+        link = group.links.get(slot) or boots.ready.get(slot)
+        state: SlotState = "empty"
+        if slot in self._lost:
+            state = "lost"
+        elif slot in group.live:
+            state = "live"
+        elif slot in boots.ready:
+            state = "ready"
+        elif slot in boots.booting:
+            state = "booting"
+        elif slot in boots.quarantined:
+            state = "quarantined"
+        held = group.view.placement.of_rank(slot) if group.view else ()
+        return SlotStatus(
+            slot=slot,
+            state=state,
+            member=link.member if link else None,
+            last_beat_age_s=now - link.beat_at if link else None,
+            round=link.beat.round if link and link.beat else 0,
+            waiting=link.beat.waiting if link and link.beat else 0,
+            running=link.beat.running if link and link.beat else 0,
+            counters=link.counters if link else Counters(),
+            experts=sum(1 for row in held for e in row if e != HOLE),
+        )

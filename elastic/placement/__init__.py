@@ -1,6 +1,6 @@
 """Placement of experts: pure functions and records; no I/O, no torch."""
 
 from elastic.placement.maps import HOLE, Move, Placement, Plan
-from elastic.placement.planner import initial, replan
+from elastic.placement.planner import initial, losses_survivable, replan
 
-__all__ = ["HOLE", "Move", "Placement", "Plan", "initial", "replan"]
+__all__ = ["HOLE", "Move", "Placement", "Plan", "initial", "losses_survivable", "replan"]

@@ -1,0 +1,54 @@
+# Everything runs in .venv, which the first target that needs it makes; later runs find it ready.
+#
+#   make demo                                   form a group, kill a rank under traffic, show how it healed
+#   make test    PYTEST_ARGS="-k placement"     the tests
+#   make lint    make bench    make clean
+#
+# Settings, for the run that makes .venv (after a change: make clean):
+#   PYTHON=python3.12                                     an interpreter, 3.11 or newer
+#   TORCH_INDEX=https://download.pytorch.org/whl/cpu      an index with a smaller torch for machines without a GPU;
+#                                                         by default torch comes from where pip takes all else
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: help demo test lint bench clean
+.NOTPARALLEL:
+
+help:
+	@sed -n 's/^#  *make /make /p' Makefile
+
+demo: $(VENV)/.embedded
+	$(BIN)/healer demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.embedded
+	$(BIN)/python -m chaos.bench $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps are files inside .venv: an installation that was interrupted leaves none and is done again.
+$(VENV)/.embedded: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing the executor and the daemon into $(VENV); the first time this takes a minute or more"
+	@$(INSTALL) -e '.[embedded]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.embedded
+	@echo "installing the test tools into $(VENV)"
+	@$(INSTALL) -e '.[embedded,dev]'
+	@touch $@

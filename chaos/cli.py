@@ -1,0 +1,95 @@
+"""`healer-chaos`: injects faults into a running group.
+
+Exit codes: 0 done; 1 refused, nothing was sent; 2 wrong usage; 3 sent, but the process shows no effect in time.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from chaos import inject
+from elastic.errors import ElasticError, Retryable
+
+REFUSED = 1
+NO_EFFECT = 3
+
+Injector = Callable[[Path, Iterable[int]], tuple[inject.Injection, ...]]
+
+app = typer.Typer(help="Inject faults into a running group.", no_args_is_help=True, pretty_exceptions_enable=False)
+inject_app = typer.Typer(
+    help="Send one fault to chosen ranks.\n\nExample: healer-chaos inject kill --slot 1", no_args_is_help=True
+)
+app.add_typer(inject_app, name="inject")
+
+Slots = Annotated[list[int], typer.Option("--slot", min=0, help="Slot of the rank; may be given more than once.")]
+RunDir = Annotated[
+    Path, typer.Option("--run-dir", envvar="HEALER_RUN_DIR", help="The group's run directory.", show_default=True)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Deadline = Annotated[float, typer.Option(min=0.0, help="Seconds to wait until the process shows the effect.")]
+
+DEFAULT_RUN_DIR = Path("run")
+
+
+@inject_app.command("kill")
+def kill(slot: Slots, run_dir: RunDir = DEFAULT_RUN_DIR, json: Json = False, deadline_s: Deadline = 5.0) -> None:
+    """SIGKILL ranks, as a machine check or the OOM killer would.
+
+    Example: healer-chaos inject kill --slot 0 --slot 3
+    """
+    _run(inject.kill, run_dir, slot, json, deadline_s)
+
+
+@inject_app.command("stop")
+def stop(slot: Slots, run_dir: RunDir = DEFAULT_RUN_DIR, json: Json = False, deadline_s: Deadline = 5.0) -> None:
+    """SIGSTOP ranks: they hang with their sockets open. Prints the command that takes it back.
+
+    Example: healer-chaos inject stop --slot 1
+    """
+    _run(inject.stop, run_dir, slot, json, deadline_s)
+
+
+@inject_app.command("cont")
+def cont(slot: Slots, run_dir: RunDir = DEFAULT_RUN_DIR, json: Json = False, deadline_s: Deadline = 5.0) -> None:
+    """SIGCONT ranks: takes `stop` back.
+
+    Example: healer-chaos inject cont --slot 1
+    """
+    _run(inject.cont, run_dir, slot, json, deadline_s)
+
+
+def _run(injector: Injector, run_dir: Path, slots: list[int], json: bool, deadline_s: float) -> None:
+    try:
+        done = injector(run_dir, slots)
+    except ElasticError as error:
+        raise _failure(error, json, REFUSED) from None
+    if not json:
+        for injection in done:
+            typer.echo(f"{injection.fault}: {injection.member}")
+            if injection.undo:
+                typer.echo(f"  undo: {injection.undo}")
+    try:
+        inject.await_effect(done, deadline_s=deadline_s)
+    except Retryable as error:
+        raise _failure(error, json, NO_EFFECT) from None
+    if json:
+        typer.echo(msgspec.json.encode({"injected": done}).decode())
+
+
+def _failure(error: ElasticError, json: bool, code: int) -> typer.Exit:
+    if json:
+        typer.echo(msgspec.json.encode({"error": str(error)}).decode())
+    else:
+        typer.echo(f"healer-chaos: {error}", err=True)
+    return typer.Exit(code)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

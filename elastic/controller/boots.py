@@ -1,0 +1,134 @@
+"""Rank processes on their way up: launched in the background, kept until a join takes them in."""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from elastic import process
+from elastic.config import GroupConfig
+from elastic.controller.link import RankLink
+from elastic.controller.records import BootFailed, Event
+from elastic.errors import ElasticError, Retryable
+from elastic.launch.base import Launched, Launcher
+from elastic.paths import socket_path
+
+ATTEMPTS = 3
+"""Launches of one slot without a successful join before it is quarantined."""
+BACKOFF_S = (0.0, 1.0, 5.0)
+POLL_S = 0.02
+ANSWER_S = 5.0
+
+
+class Boots:
+    """Lives in the executor's loop; no sequence waits for a boot, a boot that ends calls `wake`."""
+
+    def __init__(
+        self,
+        config: GroupConfig,
+        launcher: Launcher,
+        next_incarnation: Callable[[int], int],
+        remember: Callable[[int, int, Launched | None], None],
+        on_event: Callable[[Event], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self.ready: dict[int, RankLink] = {}
+        self.quarantined: dict[int, str] = {}
+        self._config, self._launcher = config, launcher
+        self._next_incarnation, self._remember = next_incarnation, remember
+        self._on_event, self._wake = on_event, wake
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._failures: dict[int, int] = {}
+
+    @property
+    def booting(self) -> set[int]:
+        return set(self._tasks)
+
+    def ensure(self, slots: Collection[int]) -> None:
+        """Have a process coming up, or up, in each of these slots."""
+        for slot in slots:
+            if slot not in self.ready and slot not in self._tasks and slot not in self.quarantined:
+                self._tasks[slot] = asyncio.create_task(self._boot(slot), name=f"boot of slot {slot}")
+
+    def take(self, slot: int) -> RankLink:
+        """The join has committed: the process belongs to the view now."""
+        self._failures.pop(slot, None)
+        return self.ready.pop(slot)
+
+    def failed(self, slot: int, why: str) -> None:
+        """A ready process died or could not be prepared: end it and count it."""
+        link = self.ready.pop(slot)
+        self._drop(slot, link.member.incarnation, Launched(link.member.pid, link.member.pid_start))
+        self._count(slot, link.member.incarnation, why)
+        self._wake()
+
+    def pardon(self, slots: Collection[int]) -> None:
+        """Somebody asks for these slots anew."""
+        for slot in slots:
+            self.quarantined.pop(slot, None)
+            self._failures.pop(slot, None)
+
+    async def cancel(self, slots: Collection[int]) -> None:
+        """End what is on its way up in slots that are not wanted any more."""
+        for slot in slots:
+            if (task := self._tasks.pop(slot, None)) is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            if (link := self.ready.pop(slot, None)) is not None:
+                await link.aclose()
+                self._drop(slot, link.member.incarnation, Launched(link.member.pid, link.member.pid_start))
+
+    async def close(self) -> None:
+        """Let go; processes that are up stay up."""
+        for task in list(self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for link in self.ready.values():
+            await link.aclose()
+
+    async def _boot(self, slot: int) -> None:
+        try:
+            while slot not in self.quarantined:
+                await asyncio.sleep(BACKOFF_S[min(self._failures.get(slot, 0), len(BACKOFF_S) - 1)])
+                incarnation = self._next_incarnation(slot)
+                started: Launched | None = None
+                try:
+                    self._remember(slot, incarnation, None)
+                    started = self._launcher.launch(slot, incarnation)
+                    self._remember(slot, incarnation, started)
+                    self.ready[slot] = await self._up(slot, incarnation, started)
+                    return
+                except ElasticError as error:
+                    self._drop(slot, incarnation, started)
+                    self._count(slot, incarnation, str(error))
+        finally:
+            self._tasks.pop(slot, None)
+            self._wake()
+
+    async def _up(self, slot: int, incarnation: int, started: Launched) -> RankLink:
+        address = socket_path(self._config.root, slot, incarnation)
+        deadline = time.monotonic() + self._config.prepare_deadline_s
+        while not Path(address).exists():
+            if not process.is_alive(started.pid, started.pid_start):
+                raise ElasticError(self._launcher.last_words(f"rank-{slot}.{incarnation}"))
+            if time.monotonic() > deadline:
+                raise Retryable(f"rank {slot}.{incarnation} was not up within {self._config.prepare_deadline_s:g} s")
+            await asyncio.sleep(POLL_S)
+        link = await RankLink.open(slot, incarnation, address, self._config.name, self._on_event, deadline_s=ANSWER_S)
+        if link.gone:
+            raise ElasticError(self._launcher.last_words(f"rank-{slot}.{incarnation}"))
+        return link
+
+    def _drop(self, slot: int, incarnation: int, started: Launched | None) -> None:
+        if started is not None:
+            self._launcher.end(started)
+        Path(socket_path(self._config.root, slot, incarnation)).unlink(missing_ok=True)
+        self._remember(slot, incarnation, None)
+
+    def _count(self, slot: int, incarnation: int, why: str) -> None:
+        attempt = self._failures.get(slot, 0) + 1
+        self._failures[slot] = attempt
+        gave_up = attempt >= ATTEMPTS
+        if gave_up:
+            self.quarantined[slot] = why
+        self._on_event(BootFailed(slot, incarnation, why, attempt, gave_up, time.monotonic()))

@@ -1,0 +1,189 @@
+"""The controller's picture of one group: the slots, who holds them, the view, and the commands sent to many ranks at once."""
+
+import asyncio
+from collections.abc import Collection, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from elastic.config import GroupConfig, ModelShape
+from elastic.controller.link import RankLink
+from elastic.errors import ElasticError, NeedsReplan, Retryable
+from elastic.placement import HOLE, Move, Placement, Plan
+from elastic.placement.maps import Row
+from elastic.protocol import Commit, Committed, Done, Late, Parked, Peer, Resume, StopAt
+from elastic.view import View
+
+T = TypeVar("T")
+
+EPOCH_SHIFT = 24
+"""Dispatch numbers are counted from epoch << EPOCH_SHIFT, so a stale signal word of an earlier epoch never matches."""
+
+BUSY_LEAD = 2
+"""Rounds between the newest round seen and the one to stop before: the order must arrive before it begins."""
+
+
+class Unresponsive(Retryable):
+    """Ranks of the view that gave no answer within the deadline although their connection stands."""
+
+    def __init__(self, message: str, slots: Collection[int]) -> None:
+        super().__init__(message)
+        self.slots = tuple(slots)
+
+
+class Group:
+    """Owned by the executor's loop; only sequences and the executor write to it."""
+
+    def __init__(self, config: GroupConfig, model: ModelShape) -> None:
+        self.config, self.model = config, model
+        self.epoch = 0
+        self.view: View | None = None
+        self.links: dict[int, RankLink] = {}
+        """The ranks of the view."""
+        self.parked: dict[int, Parked] = {}
+        """Ranks of the view that stand, since this answer. Empty while the group serves."""
+        self.unsettled = False
+        """Orders of a sequence are out that only a full commit takes back."""
+
+    def empty_placement(self) -> Placement:
+        row: Row = (HOLE,) * (self.config.max_ranks * self.config.slots_per_rank)
+        return Placement(
+            self.model.experts, self.config.max_ranks, self.config.slots_per_rank, (row,) * self.model.moe_layers
+        )
+
+    def contents(self, held: Mapping[int, tuple[Row, ...]]) -> Placement:
+        """The truth of the expert buffers, from what each rank reports to hold."""
+        empty = self.empty_placement()
+        rows = [list(row) for row in empty.rows]
+        for slot, layers in held.items():
+            span = empty.physical(slot)
+            for layer, row in enumerate(layers):
+                rows[layer][span.start : span.stop] = row
+        return msgspec.structs.replace(empty, rows=tuple(tuple(row) for row in rows))
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        return self.view.live if self.view else ()
+
+    async def each(self, calls: Mapping[int, Coroutine[Any, Any, T]]) -> dict[int, T]:
+        """Run one call per slot at once and wait for all. Of several failures the one that says most is raised:
+        a rank that is gone (Retryable; its owner is told by its link), then silence (Unresponsive), then the others."""
+        results = await asyncio.gather(*calls.values(), return_exceptions=True)
+        failures: dict[int, BaseException] = {}
+        answers: dict[int, T] = {}
+        for slot, result in zip(calls, results, strict=True):
+            if isinstance(result, BaseException):
+                failures[slot] = result
+            else:
+                answers[slot] = result
+        if not failures:
+            return answers
+        for error in failures.values():
+            if not isinstance(error, ElasticError):
+                raise error
+        text = "; ".join(str(e) for e in failures.values())
+        silent = [
+            s for s, e in failures.items() if isinstance(e, Retryable) and s in self.links and not self.links[s].gone
+        ]
+        if len(silent) < len(failures) and any(
+            isinstance(e, Retryable) for s, e in failures.items() if s not in silent
+        ):
+            raise Retryable(text)
+        if silent:
+            raise Unresponsive(text, silent)
+        if any(isinstance(e, NeedsReplan) for e in failures.values()):
+            raise NeedsReplan(text)
+        raise ElasticError(text)
+
+    # --- the two-stage stop ---------------------------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """Bring every live rank to a stand before one common round, nothing discarded.
+
+        Stage one agrees on the round: a rank that has already begun it says so, and all run on to a later one. Stage two
+        waits until all stand there; it ends by the answers, or by the death of a rank (its channel closes).
+        """
+        if not self.live or len(self.parked) == len(self.live):
+            return
+        deadline_s = self.config.commit_deadline_s
+        self.unsettled = True
+        beats = await self.each({s: self.links[s].refresh(deadline_s=deadline_s) for s in self.live})
+        idle = all(self.links[s].beat is not None and self.links[s].beat.idle for s in self.live)  # type: ignore[union-attr]
+        at = max(b.round for b in beats.values()) + (0 if idle else BUSY_LEAD)
+        while True:
+            answers = await self.each({s: self._stop_at(s, at) for s in self.live})
+            late = [a.round for a in answers.values() if isinstance(a, Late)]
+            if not late:
+                self.parked = {s: a for s, a in answers.items() if isinstance(a, Parked)}
+                return
+            at = max(late) + 1
+
+    async def _stop_at(self, slot: int, round_: int) -> Parked | Late:
+        link = self.links[slot]
+        order = StopAt(id=link.next_id(), epoch=self.epoch, round=round_)
+        return await link.call(order, (Parked, Late), deadline_s=self.config.commit_deadline_s)
+
+    # --- commit ---------------------------------------------------------------------------------------------------
+
+    async def commit(self, view: View, moves: Mapping[int, tuple[Move, ...]]) -> dict[int, Committed]:
+        """All ranks of `view` stand. Give each the view and its moves; on return every rank has the same map.
+
+        Raises as `each`, and ElasticError where two ranks end with different maps.
+        """
+        round_ = max((p.round for p in self.parked.values()), default=0)
+        peers = {s: self.links[s].status.peer for s in view.live}
+        self.unsettled = True
+
+        async def one(slot: int) -> Committed:
+            link = self.links[slot]
+            order = Commit(
+                id=link.next_id(),
+                epoch=view.epoch,
+                view=view,
+                peers=tuple(p for s, p in peers.items() if s != slot),
+                moves=moves.get(slot, ()),
+                round=round_,
+                base=view.epoch << EPOCH_SHIFT,
+            )
+            return await link.call(order, Committed, deadline_s=self.config.commit_deadline_s)
+
+        done = await self.each({s: one(s) for s in view.live})
+        wrong = [s for s, c in done.items() if c.placement_hash != view.hash]
+        if wrong:
+            raise ElasticError(f"epoch {view.epoch}: slots {wrong} committed another map than {view.hash}")
+        return done
+
+    async def resume(self) -> None:
+        """All ranks have committed, or none was asked to: let them run."""
+
+        async def one(slot: int) -> Done:
+            link = self.links[slot]
+            order = Resume(id=link.next_id(), epoch=self.epoch)
+            return await link.call(order, Done, deadline_s=self.config.commit_deadline_s)
+
+        await self.each({s: one(s) for s in self.live})
+        self.parked = {}
+        self.unsettled = False
+
+    def peer(self, slot: int) -> Peer:
+        return self.links[slot].status.peer
+
+
+def moves_by_slot(*groups: tuple[Move, ...]) -> dict[int, tuple[Move, ...]]:
+    """Moves by receiving slot, order kept."""
+    result: dict[int, list[Move]] = {}
+    for moves in groups:
+        for move in moves:
+            result.setdefault(move.slot, []).append(move)
+    return {slot: tuple(moves) for slot, moves in result.items()}
+
+
+def first_plan(placement: Placement) -> Plan:
+    """The plan that fills `placement` from nothing."""
+    moves = tuple(
+        Move(layer, expert, placement.slot_of(p), p % placement.slots_per_rank)
+        for layer, row in enumerate(placement.rows)
+        for p, expert in enumerate(row)
+        if expert != HOLE
+    )
+    return Plan(target=placement, vacated=placement, fills=moves, overwrites=())

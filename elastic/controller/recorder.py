@@ -1,0 +1,75 @@
+"""Collects what a running sequence did, and when, into its report."""
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+from elastic.controller.records import Event, Outcome, Phase, PhaseBegan, SequenceEnded, SequenceKind, SequenceReport
+from elastic.protocol import Loaded, Source
+
+
+def add_loaded(a: Loaded, b: Loaded) -> Loaded:
+    """The sum of two loads of one rank."""
+
+    def both(x: Source, y: Source) -> Source:
+        return Source(x.tensors + y.tensors, x.bytes + y.bytes)
+
+    return Loaded(both(a.peer, b.peer), both(a.host, b.host), both(a.disk, b.disk), a.seconds + b.seconds)
+
+
+class Recorder:
+    """One per sequence; `end` gives the report to the owner of the executor, exactly once."""
+
+    def __init__(
+        self,
+        kind: SequenceKind,
+        slots: Collection[int],
+        reason: str,
+        epoch: int,
+        began: float,
+        on_event: Callable[[Event], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.kind, self.slots, self.reason, self.epoch = kind, tuple(sorted(slots)), reason, epoch
+        self.phase_now = ""
+        self.pause_s: dict[int, float] = {}
+        self._began, self._on_event, self._clock = began, on_event, clock
+        self._phases: list[Phase] = []
+        self._loaded: dict[int, Loaded] = {}
+        self._ended = False
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.phase_now, start = name, self._clock()
+        self._on_event(PhaseBegan(self.kind, name, self.epoch, self.slots, start))
+        try:
+            yield
+        finally:
+            self.add_phase(name, start, self._clock())
+
+    def add_phase(self, name: str, start: float, end: float) -> None:
+        """A phase that was measured elsewhere."""
+        self._phases.append(Phase(name, start, end))
+
+    def loaded(self, slot: int, loaded: Loaded) -> None:
+        if loaded.peer.tensors or loaded.host.tensors or loaded.disk.tensors:
+            self._loaded[slot] = add_loaded(self._loaded.get(slot, Loaded()), loaded)
+
+    def end(self, outcome: Outcome, reason: str, live: Collection[int]) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        report = SequenceReport(
+            kind=self.kind,
+            outcome=outcome,
+            reason=f"{self.reason}: {reason}" if reason else self.reason,
+            slots=self.slots,
+            live=tuple(sorted(live)),
+            epoch=self.epoch,
+            began=self._began,
+            ended=self._clock(),
+            phases=tuple(self._phases),
+            pause_s=self.pause_s,
+            loaded=self._loaded,
+        )
+        self._on_event(SequenceEnded(report))

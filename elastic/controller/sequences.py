@@ -1,0 +1,325 @@
+"""The sequences: loss, join, retire. Each brings the group from one view to the next, or leaves it as it was.
+
+Any of them may be cancelled at any await, since a new loss pre-empts everything. What makes that safe: a commit carries the
+whole view, ranks may take it again, and `Group.unsettled` tells the executor that a full commit (a loss of nobody) must
+follow. Contents of the expert buffers are always taken from the ranks' answers, never from memory.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any, TypeVar
+
+from elastic.config import GroupConfig
+from elastic.controller.boots import Boots
+from elastic.controller.gateway import GatewayLink
+from elastic.controller.group import Group, first_plan, moves_by_slot
+from elastic.controller.link import RankLink
+from elastic.controller.recorder import Recorder
+from elastic.controller.records import Event
+from elastic.errors import ElasticError, Infeasible
+from elastic.launch.base import Launched, Launcher
+from elastic.placement import Move, Plan, initial, replan
+from elastic.placement.maps import Row
+from elastic.protocol import Abort, Done, Leave, Parked, Prepare, Prepared, Route
+from elastic.view import View
+
+T = TypeVar("T")
+
+RESUMED_S = 2.0
+"""How long a report waits for the first step of every survivor."""
+
+
+class Sequences:
+    """Run by the executor, one at a time."""
+
+    def __init__(
+        self,
+        config: GroupConfig,
+        group: Group,
+        boots: Boots,
+        gateway: GatewayLink,
+        launcher: Launcher,
+        on_event: Callable[[Event], None],
+        view_changed: Callable[[], None],
+    ) -> None:
+        self.recorder: Recorder | None = None
+        self._config, self._group, self._boots, self._gateway = config, group, boots, gateway
+        self._launcher, self._on_event, self._view_changed = launcher, on_event, view_changed
+
+    # --- unplanned loss -------------------------------------------------------------------------------------------
+
+    async def loss(self, lost: Collection[int], reason: str, detected: float) -> None:
+        """Go on without `lost` (nobody: bring a half-changed group back to one view). The survivors serve again on
+        return; where they cannot hold every expert they stay parked, and the next join covers."""
+        group = self._group
+        group.epoch += 1
+        self.recorder = rec = Recorder("loss", lost, reason, group.epoch, detected, self._on_event)
+        if lost:
+            rec.add_phase("detect", detected, time.monotonic())
+        group.unsettled = True
+        for slot in lost:
+            if (link := group.links.get(slot)) is not None:
+                self._launcher.end(Launched(link.member.pid, link.member.pid_start))
+        survivors = tuple(s for s in group.live if s not in lost)
+        began = time.monotonic()
+        with rec.phase("park"):
+            group.parked = await group.each({s: self._abort(s, lost) for s in survivors})
+        released = max((p.released_s for p in group.parked.values()), default=0.0)
+        rec.add_phase("release", began, began + released)
+        for slot in lost:
+            if (link := group.links.pop(slot, None)) is not None:
+                await link.aclose()
+        contents = group.contents({s: p.contents for s, p in group.parked.items()})
+        if not survivors:
+            group.view, group.unsettled = None, False
+            self._view_changed()
+            rec.end("committed", "nobody is left; the group must be formed anew", ())
+            return
+        try:
+            plan = replan(
+                contents,
+                present=survivors,
+                live=survivors,
+                redundant=self._config.redundant_experts,
+                restore_redundancy=False,
+            )
+        except Infeasible as no:
+            group.view = View(group.epoch, survivors, contents)
+            group.unsettled = False
+            self._view_changed()
+            rec.end("committed", f"survivors stay parked until a rank joins: {no}", survivors)
+            return
+        await self._commit(rec, survivors, plan, moves_by_slot(plan.fills, plan.overwrites), phase="cover")
+        rec.end("committed", f"serving on {list(survivors)}", survivors)
+
+    async def _abort(self, slot: int, lost: Collection[int]) -> Parked:
+        link = self._group.links[slot]
+        order = Abort(id=link.next_id(), epoch=self._group.epoch, lost=tuple(lost))
+        return await link.call(order, Parked, deadline_s=self._config.commit_deadline_s)
+
+    # --- join -----------------------------------------------------------------------------------------------------
+
+    async def join(self, slots: Collection[int], reason: str, began: float) -> None:
+        """Take the ready processes of `slots` into the view. On failure of a joiner the others serve as before."""
+        group, kind = self._group, ("join" if self._group.live else "form")
+        group.epoch += 1
+        joiners = {s: self._boots.ready[s] for s in slots}
+        self.recorder = rec = Recorder(
+            "join" if kind == "join" else "form", slots, reason, group.epoch, began, self._on_event
+        )
+        rec.add_phase("boot", began, time.monotonic())
+        present = group.live
+        everyone = tuple(sorted({*present, *slots}))
+        try:
+            plan = await self._plan_join(present, everyone)
+        except Infeasible as no:
+            rec.end("failed", str(no), present)
+            raise
+        if plan.overwrites and present and not group.parked:
+            await self._vacate(rec, plan)
+            plan = await self._plan_join(present, everyone)
+        parked = bool(group.parked)
+        moves = moves_by_slot(plan.fills) if parked else moves_by_slot(plan.fills, plan.overwrites)
+        with rec.phase("load"):
+            failed = await self._prepare_all(rec, joiners, present, moves)
+        if failed:
+            for slot, why in failed.items():
+                self._boots.failed(slot, why)
+            rec.end("rolled-back", "; ".join(failed.values()), present)
+            return
+        with rec.phase("park"):
+            await group.stop()
+        # from here on the joiners are members: whatever interrupts the commit treats them as survivors
+        for slot in slots:
+            group.links[slot] = self._boots.take(slot)
+        leftover = moves_by_slot(plan.overwrites) if parked else {}
+        await self._commit(rec, everyone, plan, leftover, phase="commit", survivors=present)
+        rec.end("committed", f"serving on {list(everyone)}", everyone)
+
+    async def _plan_join(self, present: Collection[int], everyone: Collection[int]) -> Plan:
+        group, config = self._group, self._config
+        if not present:
+            return first_plan(
+                initial(
+                    experts=group.model.experts,
+                    layers=group.model.moe_layers,
+                    capacity=config.max_ranks,
+                    slots_per_rank=config.slots_per_rank,
+                    live=everyone,
+                    redundant=config.redundant_experts,
+                )
+            )
+        contents = group.contents(await self._held(present))
+        return replan(contents, present=present, live=everyone, redundant=config.redundant_experts)
+
+    async def _held(self, slots: Collection[int]) -> dict[int, tuple[Row, ...]]:
+        if self._group.parked:
+            return {s: self._group.parked[s].contents for s in slots}
+        deadline_s = self._config.commit_deadline_s
+        found = await self._group.each({s: self._group.links[s].refresh(deadline_s=deadline_s) for s in slots})
+        return {s: status.contents for s, status in found.items()}
+
+    async def _prepare_all(
+        self, rec: Recorder, joiners: dict[int, RankLink], present: Collection[int], moves: dict[int, tuple[Move, ...]]
+    ) -> dict[int, str]:
+        """Connect and load on all sides while the group serves. Returns why each failed joiner failed; a failure of a
+        present rank is raised."""
+        group = self._group
+        new = {s: link.status.peer for s, link in joiners.items()}
+
+        async def joiner(slot: int, link: RankLink, order_: int) -> Prepared:
+            peers = (*(group.peer(s) for s in present), *(p for s, p in new.items() if s != slot))
+            source = tuple(present)[order_ % len(present)] if present else -1
+            order = Prepare(
+                id=link.next_id(),
+                epoch=group.epoch,
+                peers=peers,
+                moves=moves.get(slot, ()),
+                dense_from=source,
+                capture=True,
+            )
+            return await link.call(order, Prepared, deadline_s=self._config.prepare_deadline_s)
+
+        async def survivor(slot: int) -> Prepared:
+            link = group.links[slot]
+            order = Prepare(id=link.next_id(), epoch=group.epoch, peers=tuple(new.values()), moves=moves.get(slot, ()))
+            return await link.call(order, Prepared, deadline_s=self._config.prepare_deadline_s)
+
+        async with asyncio.TaskGroup() as tasks:
+            ups = {s: tasks.create_task(_outcome(joiner(s, link, i))) for i, (s, link) in enumerate(joiners.items())}
+            olds = tasks.create_task(_outcome(group.each({s: survivor(s) for s in present})))
+        old = olds.result()
+        if isinstance(old, ElasticError):
+            raise old
+        for slot, prepared in old.items():
+            rec.loaded(slot, prepared.loaded)
+        failed: dict[int, str] = {}
+        for slot, task in ups.items():
+            result = task.result()
+            if isinstance(result, ElasticError):
+                failed[slot] = str(result)
+            else:
+                rec.loaded(slot, result.loaded)
+                end = time.monotonic()
+                rec.add_phase(f"capture {slot}", end - result.capture_s, end)
+        return failed
+
+    # --- retire ---------------------------------------------------------------------------------------------------
+
+    async def retire(self, slots: Collection[int], reason: str, began: float) -> None:
+        """Let ranks go: their requests are handed over and sole copies moved away first."""
+        group = self._group
+        group.epoch += 1
+        self.recorder = rec = Recorder("retire", slots, reason, group.epoch, began, self._on_event)
+        present = group.live
+        staying = tuple(s for s in present if s not in slots)
+        with rec.phase("handover"):
+            await self._gateway.route(group.epoch, self._routes(draining=slots))
+            await self._gateway.drained(slots, deadline_s=self._config.commit_deadline_s)
+        plan = await self._plan_retire(present, staying)
+        if plan.overwrites:
+            await self._vacate(rec, plan)
+            plan = await self._plan_retire(present, staying)
+        moves = moves_by_slot(plan.fills, plan.overwrites)
+        with rec.phase("move"):
+            orders = {}
+            for slot in staying:
+                link = group.links[slot]
+                order = Prepare(id=link.next_id(), epoch=group.epoch, moves=moves.get(slot, ()))
+                orders[slot] = link.call(order, Prepared, deadline_s=self._config.prepare_deadline_s)
+            for slot, prepared in (await group.each(orders)).items():
+                rec.loaded(slot, prepared.loaded)
+        with rec.phase("park"):
+            await group.stop()
+        leavers = {s: group.links.pop(s) for s in slots}
+        for slot in slots:
+            group.parked.pop(slot, None)
+        try:
+            await self._commit(rec, staying, plan, {}, phase="commit", survivors=staying)
+        finally:
+            await asyncio.shield(self._dismiss(leavers))
+        rec.end("committed", f"serving on {list(staying)}", staying)
+
+    async def _plan_retire(self, present: Collection[int], staying: Collection[int]) -> Plan:
+        contents = self._group.contents(await self._held(present))
+        return replan(contents, present=present, live=staying, redundant=self._config.redundant_experts)
+
+    async def _dismiss(self, leavers: dict[int, RankLink]) -> None:
+        """Every peer has disconnected from them (or the commit failed and they are not part of any view): let them end."""
+        for link in leavers.values():
+            order = Leave(id=link.next_id(), epoch=self._group.epoch)
+            await _outcome(link.call(order, Done, deadline_s=1.0))
+            await link.aclose()
+            self._launcher.end(Launched(link.member.pid, link.member.pid_start))
+
+    # --- shared ---------------------------------------------------------------------------------------------------
+
+    async def _vacate(self, rec: Recorder, plan: Plan) -> None:
+        """Commit the present map without the buffers that are to be overwritten, so that they can be filled in the
+        background instead of while the group stands."""
+        group = self._group
+        with rec.phase("vacate"):
+            await group.stop()
+            view = View(group.epoch, group.live, plan.vacated.only(group.live))
+            await group.commit(view, {})
+            group.view = view
+            self._view_changed()
+            await group.resume()
+        group.epoch += 1
+
+    async def _commit(
+        self,
+        rec: Recorder,
+        live: tuple[int, ...],
+        plan: Plan,
+        moves: dict[int, tuple[Move, ...]],
+        *,
+        phase: str,
+        survivors: Collection[int] | None = None,
+    ) -> None:
+        group = self._group
+        view = View(group.epoch, live, plan.target.only(live))
+        missing = view.placement.uncovered(live)
+        if missing:
+            raise ElasticError(
+                f"epoch {group.epoch}: refused to commit a view without {len(missing)} (layer, expert) pairs"
+            )
+        group.view = view
+        self._view_changed()
+        start = time.monotonic()
+        with rec.phase("commit"):
+            done = await group.commit(view, moves)
+        if phase == "cover":
+            rec.add_phase("cover", start, start + max((c.loaded.seconds for c in done.values()), default=0.0))
+        for slot, committed in done.items():
+            rec.loaded(slot, committed.loaded)
+        with rec.phase("resume"):
+            await group.resume()
+            await self._gateway.route(group.epoch, self._routes())
+            await self._first_steps(rec, live if survivors is None else survivors)
+
+    async def _first_steps(self, rec: Recorder, survivors: Collection[int]) -> None:
+        async def one(slot: int) -> None:
+            link = self._group.links[slot]
+            resumed = await link.next_resumed(self._group.epoch, deadline_s=RESUMED_S)
+            if not resumed.idle:
+                rec.pause_s[slot] = resumed.pause_s
+
+        await asyncio.gather(*(_outcome(one(s)) for s in survivors))
+
+    def _routes(self, draining: Collection[int] = ()) -> tuple[Route, ...]:
+        links = self._group.links
+        return tuple(
+            Route(slot, links[slot].member.incarnation, links[slot].member.address, slot not in draining)
+            for slot in self._group.live
+            if slot in links
+        )
+
+
+async def _outcome(call: Coroutine[Any, Any, T]) -> T | ElasticError:
+    """The result of a call, or the ElasticError that it raised."""
+    try:
+        return await call
+    except ElasticError as error:
+        return error

@@ -1,0 +1,1 @@
+"""Launchers: how rank processes are started. One interface (`base`); local processes now."""

@@ -1,0 +1,70 @@
+"""Where a group keeps its files: sockets, logs, configuration and state, all below `run_dir`."""
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from elastic.config import GroupConfig
+from elastic.errors import ElasticError
+
+T = TypeVar("T")
+
+
+def config_path(run_dir: Path) -> Path:
+    return run_dir / "config.json"
+
+
+def state_path(run_dir: Path) -> Path:
+    """Who holds which slot; see `elastic.controller.state`."""
+    return run_dir / "group.json"
+
+
+def lock_path(run_dir: Path) -> Path:
+    return run_dir / "controller.lock"
+
+
+def gateway_path(run_dir: Path) -> Path:
+    """Written by the gateway when it listens."""
+    return run_dir / "gateway.json"
+
+
+def gateway_socket(run_dir: Path) -> str:
+    return str(run_dir / "gateway.sock")
+
+
+def socket_path(run_dir: Path, slot: int, incarnation: int) -> str:
+    return str(run_dir / f"rank-{slot}.{incarnation}.sock")
+
+
+def log_path(run_dir: Path, name: str) -> Path:
+    return run_dir / "logs" / f"{name}.log"
+
+
+def tier_path(run_dir: Path) -> Path:
+    """The host-memory tier: in shared memory where the host has it, named after the run directory."""
+    shm = Path("/dev/shm")
+    base = shm if shm.is_dir() and os.access(shm, os.W_OK) else run_dir
+    return base / f"elastic-tier-{str(run_dir.absolute()).strip('/').replace('/', '-')[-100:]}"
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace a file as a whole: a reader sees the old content or the new, never half."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(value)))
+    temporary.replace(path)
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """Raises ElasticError naming the file and the place in it."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        raise ElasticError(f"{path}: no such file") from None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ElasticError(f"{path}: cannot be read: {error}") from error
+
+
+def read_config(path: Path) -> GroupConfig:
+    return read_json(path, GroupConfig)

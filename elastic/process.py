@@ -1,0 +1,53 @@
+"""Processes by pid and start time, so that a recycled pid is never taken for ours; read from /proc (Linux)."""
+
+import os
+import signal
+from pathlib import Path
+
+GONE = "X"
+
+
+def stat(pid: int) -> tuple[str, int] | None:
+    """State letter and start time (clock ticks since boot) of a process, or None when there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    # the command in parentheses may itself contain blanks and parentheses
+    fields = text[text.rindex(")") + 2 :].split()
+    return fields[0], int(fields[19])
+
+
+def start_time(pid: int) -> int:
+    """Field 22 of /proc/<pid>/stat; 0 when the process is gone."""
+    found = stat(pid)
+    return found[1] if found else 0
+
+
+def state(pid: int, pid_start: int) -> str:
+    """State letter of exactly this process; GONE when it ended or its pid was given to another."""
+    found = stat(pid)
+    return found[0] if found and found[1] == pid_start else GONE
+
+
+def is_alive(pid: int, pid_start: int) -> bool:
+    """False for a zombie too: it serves nobody."""
+    return state(pid, pid_start) not in (GONE, "Z", "x")
+
+
+def send_signal(pid: int, pid_start: int, signum: signal.Signals) -> bool:
+    """Signal exactly this process; False when it is gone. The pidfd is opened before the check, so the process that is
+    checked is the process that is signalled."""
+    try:
+        fd = os.pidfd_open(pid)
+    except (ProcessLookupError, OSError):
+        return False
+    try:
+        if state(pid, pid_start) == GONE:
+            return False
+        signal.pidfd_send_signal(fd, signum)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(fd)
+    return True

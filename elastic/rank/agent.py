@@ -1,0 +1,267 @@
+"""The rank's agent: one thread with the sockets, one worker thread for everything that may block on NIXL.
+
+The socket is the liveness signal: the kernel closes it when the process dies, so it is opened last, when device, buffers
+and memory registrations exist (opened earlier it would be closed late, behind their teardown). Orders that end a wait are
+carried out in the socket's thread, at once; loading and connecting go to the worker.
+"""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from elastic import process
+from elastic.channel import read_frame
+from elastic.config import GroupConfig
+from elastic.errors import ElasticError
+from elastic.protocol import (
+    PROTOCOL_VERSION,
+    Abort,
+    AnyMessage,
+    Cancel,
+    Commit,
+    Done,
+    Emitted,
+    Failed,
+    Fault,
+    Heartbeat,
+    Hello,
+    Late,
+    Leave,
+    Load,
+    Parked,
+    Peer,
+    Prepare,
+    Query,
+    Refused,
+    Rejected,
+    Resume,
+    Resumed,
+    Status,
+    StopAt,
+    Submit,
+    encode,
+)
+from elastic.rank.comm.base import EpBackend
+from elastic.rank.engine import Engine
+from elastic.rank.gate import Gate, Phase
+from elastic.rank.member import Membership
+from elastic.rank.weights import Weights
+
+_Connection = asyncio.StreamWriter
+
+
+class Agent:
+    """Created by the main thread; `start` returns when the socket listens. Errors of one connection end that connection."""
+
+    def __init__(
+        self,
+        config: GroupConfig,
+        slot: int,
+        incarnation: int,
+        address: str,
+        gate: Gate,
+        engine: Engine,
+        ep: EpBackend,
+        weights: Weights,
+        membership: Membership,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._slot, self._incarnation, self._address = config, slot, incarnation, address
+        self._gate, self._engine, self._ep, self._weights = gate, engine, ep, weights
+        self._membership, self._clock = membership, clock
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+        self._controllers: set[_Connection] = set()
+        self._gateways: set[_Connection] = set()
+        self._owner: dict[tuple[str, int], _Connection] = {}
+        self._load = Load(waiting=-1, running=-1, max_seqs=config.max_seqs)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._listening = threading.Event()
+
+    # --- called by the main thread --------------------------------------------------------------------------------
+
+    def start(self, deadline_s: float = 10.0) -> None:
+        threading.Thread(target=lambda: asyncio.run(self._serve()), name="agent", daemon=True).start()
+        if not self._listening.wait(deadline_s):
+            raise ElasticError(f"{self._address}: the agent's socket could not be opened")
+
+    def emit(self, messages: Sequence[Emitted | Rejected]) -> None:
+        """Hand a committed step's tokens to the gateway that asked for them."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._send_emitted, messages)
+
+    def tell(self, message: Resumed) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._send_controllers, message)
+
+    # --- the agent's thread ---------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        server = await asyncio.start_unix_server(self._connected, self._address)
+        self._listening.set()
+        async with server, asyncio.TaskGroup() as tasks:
+            tasks.create_task(server.serve_forever())
+            tasks.create_task(self._beat())
+
+    async def _beat(self) -> None:
+        while True:
+            for peer, what, source in self._faults():
+                self._send_controllers(Fault(peer=peer, what=what, source=source))
+            if self._controllers:
+                self._send_controllers(
+                    Heartbeat(
+                        round=self._gate.round,
+                        phase=self._gate.phase,
+                        epoch=self._gate.epoch,
+                        idle=self._gate.idle,
+                        waiting_on=self._ep.waiting_on(),
+                        counters=self._engine.counters,
+                        waiting=self._engine.waiting,
+                        running=self._engine.running,
+                    )
+                )
+            self._send_load()
+            await asyncio.sleep(self._config.heartbeat_s)
+
+    def _faults(self) -> list[tuple[int, str, str]]:
+        found = [(f.peer, f.what, "ep") for f in self._ep.poll_faults()]
+        return found + [(f.peer, f.what, "weights") for f in self._weights.poll_faults()]
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: _Connection) -> None:
+        tasks: set[asyncio.Task[None]] = set()
+        try:
+            hello = await read_frame(reader)
+            if not isinstance(hello, Hello) or hello.version != PROTOCOL_VERSION or hello.group != self._config.name:
+                print(f"agent: refused a connection that began with {type(hello).__name__}", flush=True)
+                return
+            (self._controllers if hello.role == "controller" else self._gateways).add(writer)
+            if hello.role != "controller":
+                writer.write(encode(self._load))
+            while True:
+                message = await read_frame(reader)
+                if isinstance(message, Submit | Cancel):
+                    self._serve_request(message, writer)
+                    continue
+                # a command that waits must not hold up the next one: an Abort ends the wait of a StopAt
+                task = asyncio.create_task(self._answer(message, writer))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        except ElasticError as error:
+            print(f"agent: closed a connection: {error}", flush=True)
+        finally:
+            self._controllers.discard(writer)
+            self._gateways.discard(writer)
+            for key in [k for k, w in self._owner.items() if w is writer]:
+                # the gateway that owned the ledger is gone; nobody can take these tokens
+                self._engine.inbox.append(Cancel(request=key[0], attempt=key[1]))
+                del self._owner[key]
+            writer.close()
+
+    def _serve_request(self, message: Submit | Cancel, writer: _Connection) -> None:
+        key = (message.request, message.attempt)
+        if isinstance(message, Submit):
+            self._owner[key] = writer
+        else:
+            self._owner.pop(key, None)
+        self._engine.inbox.append(message)
+        self._membership.board.ring()
+
+    def _send_emitted(self, messages: Sequence[Emitted | Rejected]) -> None:
+        for message in messages:
+            over = isinstance(message, Rejected) or message.finish is not None
+            key = (message.request, message.attempt)
+            writer = self._owner.pop(key, None) if over else self._owner.get(key)
+            if writer is not None:
+                writer.write(encode(message))
+        self._send_load()
+
+    def _send_load(self) -> None:
+        load = Load(waiting=self._engine.waiting, running=self._engine.running, max_seqs=self._config.max_seqs)
+        if load != self._load:
+            self._load = load
+            for writer in self._gateways:
+                writer.write(encode(load))
+
+    def _send_controllers(self, message: AnyMessage) -> None:
+        for writer in self._controllers:
+            writer.write(encode(message))
+
+    # --- commands -------------------------------------------------------------------------------------------------
+
+    async def _answer(self, message: AnyMessage, writer: _Connection) -> None:
+        if isinstance(message, Query):
+            writer.write(encode(self.status(message.id)))
+            return
+        if not isinstance(message, Prepare | StopAt | Abort | Commit | Resume | Leave):
+            print(f"agent: ignored {type(message).__name__}", flush=True)
+            return
+        if not self._gate.fence(message.epoch):
+            why = f"epoch {message.epoch} is older than {self._gate.epoch}"
+            writer.write(encode(Refused(id=message.id, epoch=self._gate.epoch, why=why)))
+            return
+        try:
+            answer = await self._carry_out(message)
+        except ElasticError as error:
+            answer = Failed(id=message.id, why=str(error))
+        except Exception as error:
+            # the rank cannot say what state a bug left it in; the controller decides, with the words in hand
+            answer = Failed(id=message.id, why=f"{type(error).__name__}: {error}")
+        writer.write(encode(answer))
+        if isinstance(message, Leave):
+            await writer.drain()
+            self._gate.leave()
+
+    async def _carry_out(self, message: Prepare | StopAt | Abort | Commit | Resume | Leave) -> AnyMessage:
+        loop, phase = asyncio.get_running_loop(), self._gate.phase
+        if isinstance(message, Prepare):
+            return await loop.run_in_executor(self._worker, self._membership.prepare, message)
+        if isinstance(message, StopAt):
+            if (begun := self._gate.stop_at(message.round)) is not None:
+                return Late(id=message.id, round=begun)
+            return await self._parked(message.id, 0.0)
+        if isinstance(message, Abort):
+            told, in_round = self._clock(), self._gate.in_round
+            self._gate.halt()
+            self._ep.release([s for s in range(self._config.max_ranks) if s != self._slot])
+            return await self._parked(message.id, told if in_round else 0.0)
+        if isinstance(message, Commit):
+            if phase not in (Phase.PARKED, Phase.READY):
+                return Refused(id=message.id, epoch=self._gate.epoch, why=f"the rank is {phase}, not parked or ready")
+            return await loop.run_in_executor(self._worker, self._membership.commit, message)
+        if isinstance(message, Resume):
+            if phase is not Phase.PARKED or self._engine.view is None:
+                return Refused(id=message.id, epoch=self._gate.epoch, why=f"the rank is {phase}, not parked in a view")
+            self._gate.resume()
+        return Done(id=message.id)
+
+    async def _parked(self, id_: int, told: float) -> AnyMessage:
+        loop, wait_s = asyncio.get_running_loop(), self._config.prepare_deadline_s
+        # a thread of its own: the worker may be busy, and a stop must not wait for a load
+        if not await loop.run_in_executor(None, self._gate.wait_parked, wait_s):
+            return Failed(id=id_, why=f"the round loop did not stop within {wait_s:g} s")
+        released = max(0.0, self._engine.stood - told) if told else 0.0
+        return Parked(id=id_, round=self._gate.round, contents=self._weights.contents(), released_s=released)
+
+    def status(self, id_: int) -> Status:
+        pid = os.getpid()
+        return Status(
+            id=id_,
+            slot=self._slot,
+            incarnation=self._incarnation,
+            pid=pid,
+            pid_start=process.start_time(pid),
+            epoch=self._gate.epoch,
+            phase=self._gate.phase,
+            round=self._gate.round,
+            view=self._engine.view,
+            contents=self._weights.contents(),
+            peer=Peer(self._slot, self._incarnation, self._ep.endpoint(), self._weights.endpoint()),
+            counters=self._engine.counters,
+            waiting=self._engine.waiting,
+            running=self._engine.running,
+        )

@@ -1,0 +1,153 @@
+"""The round loop: one step of the model per round, in lockstep with every live rank, each step a transaction.
+
+A step is committed only if no mask changed since the last commit of a view and no halt was ordered; otherwise it is
+discarded and its tokens are never emitted. Nothing here waits for a peer except inside `Runner.run`, whose waits end on
+arrival, on `EpBackend.release`, or on the timeout.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from elastic.config import GroupConfig
+from elastic.protocol import Cancel, Counters, Emitted, Rejected, Resumed, Submit
+from elastic.rank.comm.base import EpBackend, RoundBoard
+from elastic.rank.gate import Gate, Order
+from elastic.rank.runner import Runner
+from elastic.rank.sampling import choose
+from elastic.rank.scheduler import Scheduler
+from elastic.view import View
+
+IDLE_WAIT_S = 0.5
+"""An idle loop looks around this often, woken or not; only a lost wake would ever need it."""
+
+
+class Engine:
+    """Owned by the main thread. The agent's threads use `inbox`, `gate` and the fields said to be readable."""
+
+    def __init__(
+        self,
+        config: GroupConfig,
+        slot: int,
+        gate: Gate,
+        runner: Runner,
+        ep: EpBackend,
+        board: RoundBoard,
+        emit: Callable[[Sequence[Emitted | Rejected]], None],
+        tell: Callable[[Resumed], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.inbox: deque[Submit | Cancel] = deque()
+        self.view: View | None = None
+        self.discarded_steps = 0
+        self.tokens = 0
+        self.stood = clock()
+        """When the last step returned, committed or not; readable by any thread."""
+        self._slot = slot
+        self._gate, self._runner, self._ep, self._board = gate, runner, ep, board
+        self._emit, self._tell, self._clock = emit, tell, clock
+        self._scheduler = Scheduler(config.max_tokens, config.max_seqs, config.max_model_len, runner.vocab)
+        self._peers: tuple[int, ...] = ()
+        self._generation = ep.mask_generation
+        self._last_commit: float | None = None
+        self._resumed_epoch = 0
+        self._report_pause = False
+        self._busy = False
+        """Whether anybody had work in the last round: all ranks draw the same conclusion, so all sleep or none."""
+
+    @property
+    def waiting(self) -> int:
+        return self._scheduler.waiting + len(self.inbox)
+
+    @property
+    def running(self) -> int:
+        return self._scheduler.running
+
+    @property
+    def counters(self) -> Counters:
+        graphs = self._runner.graphs
+        return Counters(
+            captures=graphs.captures,
+            replays=graphs.replays,
+            address_changes=graphs.address_changes,
+            discarded_steps=self.discarded_steps,
+            tokens=self.tokens,
+        )
+
+    def take_view(self, view: View, epoch: int) -> None:
+        """Part of a commit; the loop stands, masks are as the view wants them."""
+        self.view = view
+        self._peers = tuple(s for s in view.live if s != self._slot)
+        self._generation = self._ep.mask_generation
+        self._runner.set_placement(view.placement, view.live)
+        self._resumed_epoch, self._report_pause = epoch, True
+
+    def run(self) -> None:
+        """Until the gate says EXIT."""
+        while True:
+            order = self._gate.next()
+            if order is Order.EXIT:
+                return
+            if order is Order.IDLE and not self._busy and not self._wait_for_work():
+                continue
+            self._round()
+
+    def _wait_for_work(self) -> bool:
+        """True as soon as this rank or a peer has something to do for the next round; False on a wish of the gate."""
+        while True:
+            ticket = self._board.ticket()
+            self._drain_inbox()
+            if self._scheduler.has_work or self._board.begun(self._gate.round, self._peers):
+                return True
+            if self._gate.wanted():
+                return False
+            if not self._gate.idle:
+                self._gate.idle = True
+                self._last_commit = None
+                if self._report_pause:
+                    self._report_pause = False
+                    self._tell(Resumed(epoch=self._resumed_epoch, pause_s=0.0, idle=True))
+            self._board.wait(ticket, IDLE_WAIT_S)
+
+    def _round(self) -> None:
+        if not self._gate.enter():
+            return
+        self._drain_inbox()
+        batch = self._scheduler.build()
+        round_, has_work = self._gate.round, batch.rows > 0
+        self._board.announce(round_, has_work, self._peers)
+        logits = self._runner.run(batch)
+        self.stood = self._clock()
+        if self._ep.mask_generation != self._generation or self._gate.halted:
+            self._scheduler.discard(batch)
+            self.discarded_steps += 1
+            if not self._gate.halted:
+                self._gate.park_self()
+            return
+        tokens = choose(logits, batch.samples)
+        emissions = self._scheduler.commit(batch, tokens)
+        self.tokens += len(tokens)
+        self._note_commit()
+        self._gate.committed()
+        if emissions:
+            self._emit(emissions)
+        self._busy = has_work or self._board.any_work(round_, self._peers)
+
+    def _note_commit(self) -> None:
+        now = self._clock()
+        if self._report_pause:
+            self._report_pause = False
+            gap = 0.0 if self._last_commit is None else now - self._last_commit
+            self._tell(Resumed(epoch=self._resumed_epoch, pause_s=gap, idle=self._last_commit is None))
+        self._last_commit = now
+
+    def _drain_inbox(self) -> None:
+        answers: list[Emitted | Rejected] = []
+        while self.inbox:
+            message = self.inbox.popleft()
+            if isinstance(message, Cancel):
+                self._scheduler.cancel(message.request, message.attempt)
+            elif (answer := self._scheduler.submit(message)) is not None:
+                answers.append(answer)
+        if answers:
+            self._emit(answers)

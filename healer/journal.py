@@ -1,0 +1,237 @@
+"""The journal: an append-only record of evidence, verdicts, decisions, actions and outcomes, in SQLite.
+
+Intent before effect: what led to an action, and the action, are flushed before it is handed over. That flush is one
+prepared statement in one transaction without a wait for the disk (WAL, synchronous=NORMAL), and check-pointing, which does
+wait, happens in `checkpoint`, off the loop and away from the hot path.
+
+A journal that cannot be written never stops healing: entries stay in memory, in order, and are written with the next flush.
+"""
+
+import contextlib
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from elastic.errors import ElasticError
+from healer.clock import Clock
+
+SCHEMA_VERSION = 1
+MAX_PENDING = 10_000
+BUSY_S = 0.2
+
+_SCHEMA = """
+CREATE TABLE entries (
+    seq INTEGER PRIMARY KEY,
+    wall REAL NOT NULL,
+    monotonic REAL NOT NULL,
+    kind TEXT NOT NULL,
+    incident TEXT NOT NULL,
+    body TEXT NOT NULL
+) STRICT;
+CREATE INDEX by_incident ON entries (incident, seq) WHERE incident != '';
+CREATE INDEX by_kind ON entries (kind, seq);
+"""
+_INSERT = "INSERT INTO entries (seq, wall, monotonic, kind, incident, body) VALUES (?, ?, ?, ?, ?, ?)"
+_COLUMNS = "seq, wall, monotonic, kind, incident, body"
+
+
+class Kind(StrEnum):
+    EVIDENCE = "evidence"
+    VERDICT = "verdict"
+    DECISION = "decision"
+    ACTION = "action"
+    OUTCOME = "outcome"
+    LIFECYCLE = "lifecycle"
+
+
+class Entry(msgspec.Struct, frozen=True):
+    seq: int
+    wall: float
+    monotonic: float
+    """Of the host; comparable within one boot only."""
+    kind: Kind
+    incident: str
+    """Empty: part of none."""
+    body: dict[str, Any]
+
+
+class Journal:
+    """Written from one thread. `open` it; close it."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path, clock: Clock, set_aside: Path | None) -> None:
+        self.path = path
+        self.set_aside = set_aside
+        """Where a damaged predecessor was moved, or None."""
+        self.error = ""
+        """Why the last flush failed; empty when it did not."""
+        self.errors = 0
+        self.dropped = 0
+        self._connection, self._clock = connection, clock
+        self._pending: deque[tuple[int, float, float, str, str, str]] = deque()
+        row = connection.execute("SELECT coalesce(max(seq), 0), count(*) FROM entries").fetchone()
+        self._next, self._written = int(row[0]) + 1, int(row[1])
+
+    @classmethod
+    def open(cls, path: Path, clock: Clock) -> "Journal":
+        """Open or create. A damaged file is set aside, whole, as `<name>.corrupt-<time>`, and a fresh one begun. Raises
+        ElasticError where the place cannot be written or a newer version wrote the file."""
+        set_aside: Path | None = None
+        try:
+            connection = _connect(path)
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError) or not path.exists():
+                raise ElasticError(f"{path}: the journal cannot be opened: {error}") from error
+            set_aside = _set_aside(path, clock.wall())
+            connection = _connect(path)
+        return cls(connection, path, clock, set_aside)
+
+    def add(self, kind: Kind, body: msgspec.Struct | dict[str, Any], incident: str = "") -> int:
+        """Append in memory; `flush` writes. Returns the entry's sequence number, which is final."""
+        seq = self._next
+        self._next += 1
+        text = msgspec.json.encode(body).decode()
+        self._pending.append((seq, self._clock.wall(), self._clock.monotonic(), kind, incident, text))
+        if len(self._pending) > MAX_PENDING:
+            self._pending.popleft()
+            self.dropped += 1
+        return seq
+
+    def flush(self) -> bool:
+        """Write what was added, in one transaction. False: it could not be; `error` says why, and nothing is lost yet."""
+        if not self._pending:
+            return True
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._connection.executemany(_INSERT, self._pending)
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.execute("ROLLBACK")
+            self.error = str(error)
+            self.errors += 1
+            return False
+        self._written += len(self._pending)
+        self._pending.clear()
+        self.error = ""
+        return True
+
+    def checkpoint(self) -> None:
+        """Fold the write-ahead log into the file; waits for the disk. For a thread of its own: it uses its own connection
+        and does not hold up `flush`."""
+        with (
+            contextlib.suppress(sqlite3.Error),
+            contextlib.closing(sqlite3.connect(self.path, timeout=BUSY_S)) as other,
+        ):
+            other.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+    @property
+    def entries(self) -> int:
+        return self._written + len(self._pending)
+
+    @property
+    def wal_bytes(self) -> int:
+        try:
+            return Path(f"{self.path}-wal").stat().st_size
+        except OSError:
+            return 0
+
+    def recent(self, kind: Kind, limit: int) -> list[Entry]:
+        """The newest entries of a kind, newest first."""
+        return recent(self._connection, kind, limit)
+
+    def incidents(self, limit: int) -> list[Entry]:
+        """All entries of the newest `limit` incidents, by sequence."""
+        return incident_entries(self._connection, limit)
+
+    def timeline(self, incident: str) -> list[Entry]:
+        """The entries of one incident and the evidence that its verdicts name, by sequence; empty for an unknown one."""
+        return timeline(self._connection, incident)
+
+    def close(self) -> None:
+        self.flush()
+        self._connection.close()
+
+
+def open_readonly(path: Path) -> sqlite3.Connection:
+    """For reading a journal while no daemon runs. Raises ElasticError."""
+    if not path.exists():
+        raise ElasticError(f"{path}: no journal; has `healer run` been started with this run directory?")
+    try:
+        connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=BUSY_S)
+        connection.execute("SELECT count(*) FROM entries").fetchone()
+    except sqlite3.Error as error:
+        raise ElasticError(f"{path}: the journal cannot be read: {error}") from error
+    return connection
+
+
+def recent(connection: sqlite3.Connection, kind: Kind, limit: int) -> list[Entry]:
+    query = f"SELECT {_COLUMNS} FROM entries WHERE kind = ? ORDER BY seq DESC LIMIT ?"
+    return _entries(connection.execute(query, (kind, limit)))
+
+
+def incident_entries(connection: sqlite3.Connection, limit: int) -> list[Entry]:
+    query = (
+        f"SELECT {_COLUMNS} FROM entries WHERE incident IN (SELECT incident FROM entries WHERE incident != '' "
+        "GROUP BY incident ORDER BY min(seq) DESC LIMIT ?) ORDER BY seq"
+    )
+    return _entries(connection.execute(query, (limit,)))
+
+
+def timeline(connection: sqlite3.Connection, incident: str) -> list[Entry]:
+    if not incident:
+        return []
+    own = _entries(connection.execute(f"SELECT {_COLUMNS} FROM entries WHERE incident = ? ORDER BY seq", (incident,)))
+    named = {int(seq) for entry in own if entry.kind == Kind.VERDICT for seq in entry.body.get("entries", ())}
+    earlier = sorted(named - {entry.seq for entry in own})
+    found: list[Entry] = []
+    for seq in earlier:
+        found += _entries(connection.execute(f"SELECT {_COLUMNS} FROM entries WHERE seq = ?", (seq,)))
+    return sorted(found + own, key=lambda entry: entry.seq)
+
+
+def _entries(rows: Iterable[tuple[Any, ...]]) -> list[Entry]:
+    return [
+        Entry(seq, wall, monotonic, Kind(kind), incident, msgspec.json.decode(body))
+        for seq, wall, monotonic, kind, incident, body in rows
+    ]
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Raises sqlite3.DatabaseError on a damaged file, its subclass OperationalError where the place is at fault."""
+    connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, cached_statements=16)
+    try:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version > SCHEMA_VERSION:
+            raise ElasticError(
+                f"{path}: the journal has schema {version}, this version knows {SCHEMA_VERSION}; "
+                "use the newer version, or move the file away"
+            )
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute("PRAGMA wal_autocheckpoint=0")
+        connection.execute("PRAGMA cache_size=-512")
+        if version == 0:
+            connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            raise sqlite3.DatabaseError(str(verdict))
+        connection.execute("SELECT max(seq) FROM entries").fetchone()
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _set_aside(path: Path, wall: float) -> Path:
+    suffix = ".corrupt-" + time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(wall))
+    for part in ("", "-wal", "-shm"):
+        source = Path(f"{path}{part}")
+        if source.exists():
+            source.rename(f"{path}{suffix}{part}")
+    return Path(f"{path}{suffix}")

@@ -1,0 +1,34 @@
+"""The embedded target: a group of the elastic executor, driven in this process; its ranks are processes of their own."""
+
+from collections.abc import Callable, Iterable
+
+from elastic.config import GroupConfig
+from elastic.controller.executor import Executor
+from elastic.controller.records import Event, GroupStatus
+
+
+class EmbeddedTarget:
+    """`healer.targets.Target` over `Executor`."""
+
+    def __init__(
+        self, config: GroupConfig, on_event: Callable[[Event], None], executor: type[Executor] = Executor
+    ) -> None:
+        self._executor = executor(config, on_event)
+
+    async def start(self) -> str:
+        return await self._executor.start()
+
+    def observe(self) -> GroupStatus:
+        return self._executor.status()
+
+    def lose(self, slots: Iterable[int], *, cause: str, detected: float, replace: bool) -> None:
+        self._executor.lose(slots, cause=cause, detected=detected, replace=replace)
+
+    def scale(self, target: int | Iterable[int], *, reason: str) -> tuple[int, ...]:
+        return self._executor.scale(target, reason=reason)
+
+    async def close(self) -> None:
+        await self._executor.close()
+
+    async def stop(self) -> None:
+        await self._executor.stop()
