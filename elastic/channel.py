@@ -127,3 +127,7 @@ class Channel:
             self._close("end of stream")
         except ElasticError as error:
             self._close(str(error))
+        except Exception as error:
+            # a bug in `on_event`: a channel that looks open but reads nothing would be worse than one that is closed
+            self._close(f"{type(error).__name__}: {error}")
+            raise

@@ -84,9 +84,13 @@ def _take(answer: Answer, data: dict[str, Any]) -> None:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line[6:])
+    # not aiter_lines: it also splits at the Unicode line ends that an answer's text may hold
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: ") and line != b"data: [DONE]":
+                yield json.loads(line[6:])
 
 
 async def _model(client: httpx.AsyncClient, base: str) -> str:

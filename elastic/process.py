@@ -5,17 +5,22 @@ import signal
 from pathlib import Path
 
 GONE = "X"
+EXITING = "E"
+"""Not a letter of the kernel's: the main thread is on its way out (PF_EXITING) but not yet a zombie."""
+
+_PF_EXITING = 0x4
 
 
 def stat(pid: int) -> tuple[str, int] | None:
-    """State letter and start time (clock ticks since boot) of a process, or None when there is none."""
+    """State letter (or EXITING) and start time (clock ticks since boot) of a process, or None when there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     # the command in parentheses may itself contain blanks and parentheses
     fields = text[text.rindex(")") + 2 :].split()
-    return fields[0], int(fields[19])
+    letter = EXITING if int(fields[6]) & _PF_EXITING and fields[0] != "Z" else fields[0]
+    return letter, int(fields[19])
 
 
 def start_time(pid: int) -> int:
@@ -31,8 +36,8 @@ def state(pid: int, pid_start: int) -> str:
 
 
 def is_alive(pid: int, pid_start: int) -> bool:
-    """False for a zombie too: it serves nobody."""
-    return state(pid, pid_start) not in (GONE, "Z", "x")
+    """False for a zombie too, and for one on its way out: it serves nobody."""
+    return state(pid, pid_start) not in (GONE, EXITING, "Z", "x")
 
 
 def send_signal(pid: int, pid_start: int, signum: signal.Signals) -> bool:

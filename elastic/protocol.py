@@ -140,6 +140,8 @@ class Status(Message, frozen=True):
     incarnation: int
     pid: int
     pid_start: int
+    lifeline: str
+    """Path for `elastic.lifeline.watch`; empty where the system has none."""
     epoch: int
     phase: str
     """"booted", "ready" (captured, not in a view), "serving", "parked"."""
@@ -329,6 +331,9 @@ class GatewayStatus(Message, frozen=True):
     queued: int
     per_slot: dict[int, int]
     """Requests in flight by slot."""
+    epoch: int = -1
+    """Of the routes in force, -1 before any; older ones are refused, so a controller that adopts the group goes on from
+    here at least."""
 
 
 AnyMessage = (

@@ -56,6 +56,8 @@ class Cause(StrEnum):
     TELEMETRY_LOST = "telemetry-lost"
     SUSPECTED = "suspected"
     UNHEARD = "unheard"
+    EXECUTOR = "executor"
+    """Not a diagnosis: the executor itself gave the rank up, since it died unwatched or missed a commit's deadline."""
 
 
 class Confidence(StrEnum):

@@ -8,7 +8,7 @@ _Key = tuple[RankRef, What, RankRef | None]
 
 RETRACTS: dict[What, tuple[What, ...]] = {
     What.BEAT_HEARD: (What.SILENCE, What.TELEMETRY_LOST, What.SOCKET_CLOSED),
-    What.SILENCE: (What.BEAT_HEARD,),
+    What.SILENCE: (What.BEAT_HEARD, What.TELEMETRY_LOST),
     What.TELEMETRY_LOST: (What.BEAT_HEARD, What.SILENCE, What.NO_PROGRESS, What.PROGRESS, What.WAITED_ON),
     What.PROGRESS: (What.NO_PROGRESS,),
     What.WAIT_ENDED: (What.WAITED_ON,),

@@ -47,6 +47,9 @@ def summarise(entries: Iterable[Entry]) -> list[IncidentSummary]:
             incident.sentence = body["sentence"]
         elif entry.kind == Kind.OUTCOME and "report" in body:
             _add_report(incident, body["report"])
+        elif entry.kind == Kind.LIFECYCLE and body["event"] == OPENED:
+            incident.causes = _union(incident.causes, body["cause"])
+            incident.slots = tuple(sorted({*incident.slots, *body["slots"]}))
         elif entry.kind == Kind.LIFECYCLE and body["event"] == CLOSED:
             incident.closed_wall = entry.wall
             incident.outcome, incident.capacity_s = body["outcome"], body["open_s"]

@@ -228,6 +228,10 @@ class Executor:
         for slot in missing:
             self._lost[slot] = ("died while no controller watched", now)
         await self._gateway.start(deadline_s=self.config.prepare_deadline_s)
+        if (gateway := await self._gateway.status()) is not None:
+            # routes of a retirement may be newer than any rank's epoch
+            group.epoch = max(group.epoch, gateway.epoch)
+        await self._gateway.route(group.epoch, self._sequences.routes())
         self._begin()
         self._save()
         if not missing and not unsettled:

@@ -26,7 +26,8 @@ class GatewayLink:
         self.process: GatewayProcess | None = None
         self._config, self._launcher = config, launcher
         self._channel: Channel | None = None
-        self._routes: tuple[int, tuple[Route, ...]] = (0, ())
+        self._routes: tuple[int, tuple[Route, ...]] | None = None
+        """None until the first `route`: a gateway that is adopted keeps what it knows."""
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self, *, deadline_s: float) -> None:
@@ -101,7 +102,7 @@ class GatewayLink:
 
     async def _send(self) -> None:
         channel = self._channel
-        if channel is None:
+        if channel is None or self._routes is None:
             return
         epoch, routes = self._routes
         await channel.call(Routes(id=channel.next_id(), epoch=epoch, routes=routes), GatewayStatus, deadline_s=ANSWER_S)

@@ -1,12 +1,13 @@
 """The controller's end of one rank: its channel, its last heartbeat, and the witnesses of its death."""
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from elastic import process
+from elastic import lifeline, process
 from elastic.channel import Channel
 from elastic.controller.records import Event, PeerFaultSeen, RankBeat, RankGone
 from elastic.errors import Retryable
@@ -72,6 +73,7 @@ class RankLink:
 
     async def aclose(self) -> None:
         """Stop watching; the rank goes on."""
+        self.gone = True
         self._unwatch()
         await self._channel.aclose()
 
@@ -82,12 +84,21 @@ class RankLink:
         if self._channel.closed:
             self._lost("socket")
             return
+        loop = asyncio.get_running_loop()
+
+        def died() -> None:
+            # from the watcher's thread, maybe after the loop has ended
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._lost, "lifeline")
+
+        if self.status.lifeline:
+            lifeline.watch(self.status.lifeline, died)
         try:
             self._pidfd = os.pidfd_open(self.member.pid)
         except OSError:
             # not ours to watch (another host, or gone in this instant): the socket remains
             return
-        asyncio.get_running_loop().add_reader(self._pidfd, self._lost, "pidfd")
+        loop.add_reader(self._pidfd, self._lost, "pidfd")
 
     def _unwatch(self) -> None:
         if self._pidfd is not None:

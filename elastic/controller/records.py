@@ -54,9 +54,9 @@ class RankGone(msgspec.Struct, frozen=True):
 
     member: Member
     witness: str
-    """"socket" (end of stream), "pidfd", "proc"."""
+    """"lifeline" (the kernel handed on the mutex of its main thread), "socket" (end of stream), "pidfd"."""
     process_state: str
-    """One letter of /proc/<pid>/stat, or "X" when there is no such process any more."""
+    """One letter of /proc/<pid>/stat, or as `elastic.process` has it: "E" exiting, "X" no such process any more."""
     at: float
 
 

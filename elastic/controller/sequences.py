@@ -215,7 +215,7 @@ class Sequences:
         present = group.live
         staying = tuple(s for s in present if s not in slots)
         with rec.phase("handover"):
-            await self._gateway.route(group.epoch, self._routes(draining=slots))
+            await self._gateway.route(group.epoch, self.routes(draining=slots))
             await self._gateway.drained(slots, deadline_s=self._config.commit_deadline_s)
         plan = await self._plan_retire(present, staying)
         if plan.overwrites:
@@ -296,7 +296,7 @@ class Sequences:
             rec.loaded(slot, committed.loaded)
         with rec.phase("resume"):
             await group.resume()
-            await self._gateway.route(group.epoch, self._routes())
+            await self._gateway.route(group.epoch, self.routes())
             await self._first_steps(rec, live if survivors is None else survivors)
 
     async def _first_steps(self, rec: Recorder, survivors: Collection[int]) -> None:
@@ -308,7 +308,8 @@ class Sequences:
 
         await asyncio.gather(*(_outcome(one(s)) for s in survivors))
 
-    def _routes(self, draining: Collection[int] = ()) -> tuple[Route, ...]:
+    def routes(self, draining: Collection[int] = ()) -> tuple[Route, ...]:
+        """The ranks of the view, as the gateway is told of them."""
         links = self._group.links
         return tuple(
             Route(slot, links[slot].member.incarnation, links[slot].member.address, slot not in draining)

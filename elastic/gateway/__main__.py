@@ -79,7 +79,7 @@ def main() -> int:
     try:
         asyncio.run(_serve(options))
     except ElasticError as error:
-        print(f"gateway: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 1
     return 0
 

@@ -1,7 +1,5 @@
 """The HTTP routes. Every error, also for an unknown path, has the envelope of the OpenAI API."""
 
-from functools import partial
-
 import msgspec
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -55,7 +53,7 @@ def create_app(service: Service) -> Starlette:
             Route("/health", health),
             Route("/metrics", metrics),
         ],
-        exception_handlers={HTTPException: _http_error, Exception: partial(_crash)},
+        exception_handlers={HTTPException: _http_error, Exception: _crash},
     )
 
 

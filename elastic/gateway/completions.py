@@ -284,7 +284,11 @@ class Answer(Response):
 
 
 def _event(completion: Completion) -> bytes:
-    return b"data: " + msgspec.json.encode(completion) + b"\n\n"
+    body = msgspec.json.encode(completion)
+    # many clients split at any Unicode line end, and a model may say one
+    for raw, escaped in ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029")):
+        body = body.replace(raw, escaped)
+    return b"data: " + body + b"\n\n"
 
 
 async def completions(service: Service, request: Request) -> Response:

@@ -300,6 +300,7 @@ class Dispatcher:
             in_flight=len(self.ledger),
             queued=len(self.ledger.waiting()),
             per_slot={slot: self.ledger.in_flight(link.rank) for slot, link in sorted(self._links.items())},
+            epoch=self.epoch,
         )
 
     def update_gauges(self) -> None:

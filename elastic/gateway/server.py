@@ -6,6 +6,7 @@ by a killed one never stands in the way.
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import random
@@ -26,11 +27,14 @@ from elastic.gateway.control import ControlServer
 from elastic.gateway.dispatcher import Dispatcher
 from elastic.gateway.metrics import GatewayMetrics
 from elastic.gateway.text import load_tokenizer, read_eos_ids
+from elastic.paths import gateway_path, gateway_socket, write_json
 
 log = structlog.get_logger("elastic.gateway")
 
 CLOSE_DEADLINE_S = 2
 """For connections that have nothing more to say."""
+
+BACKLOG = 1024
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,8 +57,6 @@ class Announcement(msgspec.Struct, frozen=True):
     pid_start: int
     http: str
     """Base URL."""
-    control: str
-    """Path of the control socket."""
 
 
 class _Server(uvicorn.Server):
@@ -89,22 +91,28 @@ def _claim(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A bound TCP socket; port 0 picks a free one. Raises ElasticError saying what is wrong with the address."""
+    if not 0 <= port <= 65535:
+        raise ElasticError(f"cannot listen on {host}:{port}: a port is 0 to 65535")
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=1024)
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
+        )[0]
+        # with the protocol named: asyncio turns Nagle's algorithm off only on sockets that say they are TCP, and each
+        # answer would wait 40 ms for the client's delayed acknowledgement
+        listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        hint = "; choose another with --port, or 0 for a free one" if error.errno == 98 else ""
+        raise ElasticError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        hint = "; choose another with --port, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""
         raise ElasticError(f"cannot listen on {host}:{port}: {error.strerror or error}{hint}") from error
-    except OverflowError:
-        raise ElasticError(f"cannot listen on {host}:{port}: a port is 0 to 65535") from None
-
-
-def _announce(path: Path, announcement: Announcement) -> None:
-    """Readers see the old file or the whole new one."""
-    draft = path.with_suffix(".tmp")
-    draft.write_bytes(msgspec.json.encode(announcement) + b"\n")
-    draft.rename(path)
+    return listener
 
 
 async def serve(options: Options, *, stop: asyncio.Event, ready: asyncio.Event | None = None) -> None:
@@ -113,7 +121,7 @@ async def serve(options: Options, *, stop: asyncio.Event, ready: asyncio.Event |
     shape = read_model_shape(options.checkpoint)
     tokenizer, eos_ids = load_tokenizer(options.checkpoint), read_eos_ids(options.checkpoint)
     run_dir = Path(options.run_dir)
-    with _claim(run_dir), _listen(options.host, options.port) as listener:
+    with _claim(run_dir), listen(options.host, options.port) as listener:
         metrics = GatewayMetrics()
         dispatcher = Dispatcher(
             options.group,
@@ -132,13 +140,13 @@ async def serve(options: Options, *, stop: asyncio.Event, ready: asyncio.Event |
             request_timeout_s=options.request_timeout_s,
             draw_seed=lambda: entropy.getrandbits(63),
         )
-        control = ControlServer(run_dir / "gateway.sock", options.group, dispatcher)
+        control = ControlServer(Path(gateway_socket(run_dir)), options.group, dispatcher)
         await control.bind()
         try:
             await _run(options, service, control, listener, stop, ready)
         finally:
             await control.aclose()
-            (run_dir / "gateway.json").unlink(missing_ok=True)
+            gateway_path(run_dir).unlink(missing_ok=True)
 
 
 async def _run(
@@ -166,8 +174,7 @@ async def _run(
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         pid = os.getpid()
-        path = Path(options.run_dir) / "gateway.sock"
-        _announce(path.with_suffix(".json"), Announcement(pid, process.start_time(pid), url, str(path)))
+        write_json(gateway_path(Path(options.run_dir)), Announcement(pid, process.start_time(pid), url))
         log.info("gateway_listens", http=url, group=options.group, model=options.model)
         if ready is not None:
             ready.set()

@@ -62,6 +62,7 @@ class Agent:
         slot: int,
         incarnation: int,
         address: str,
+        lifeline: str,
         gate: Gate,
         engine: Engine,
         ep: EpBackend,
@@ -70,6 +71,7 @@ class Agent:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._slot, self._incarnation, self._address = config, slot, incarnation, address
+        self._lifeline = lifeline
         self._gate, self._engine, self._ep, self._weights = gate, engine, ep, weights
         self._membership, self._clock = membership, clock
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
@@ -255,6 +257,7 @@ class Agent:
             incarnation=self._incarnation,
             pid=pid,
             pid_start=process.start_time(pid),
+            lifeline=self._lifeline,
             epoch=self._gate.epoch,
             phase=self._gate.phase,
             round=self._gate.round,

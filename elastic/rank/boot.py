@@ -7,6 +7,8 @@ import sys
 import torch
 
 from elastic.config import GroupConfig
+from elastic.errors import ElasticError
+from elastic.lifeline import Lifeline
 from elastic.paths import tier_path
 from elastic.rank.agent import Agent
 from elastic.rank.architecture import Arena, ExpertBuffers, read_architecture
@@ -50,7 +52,9 @@ def serve(config: GroupConfig, slot: int, incarnation: int, address: str) -> Non
         config, slot, gate, runner, ep, board, emit=lambda m: agents[0].emit(m), tell=lambda m: agents[0].tell(m)
     )
     membership = Membership(config, slot, gate, engine, runner, ep, board, weights)
-    agents.append(Agent(config, slot, incarnation, address, gate, engine, ep, weights, membership))
+    lifeline = _lifeline()
+    path = lifeline.path if lifeline else ""
+    agents.append(Agent(config, slot, incarnation, address, path, gate, engine, ep, weights, membership))
     agents[0].start()
     print(f"rank {slot}.{incarnation} listens, pid {os.getpid()}", flush=True)
     try:
@@ -61,3 +65,12 @@ def serve(config: GroupConfig, slot: int, incarnation: int, address: str) -> Non
     # daemon threads and NIXL's own may hang at interpreter exit; the peers have disconnected, nothing is left to save
     sys.stdout.flush()
     os._exit(0)
+
+
+def _lifeline() -> Lifeline | None:
+    """Of the main thread, which runs the round loop."""
+    try:
+        return Lifeline()
+    except ElasticError as error:
+        print(f"{error}; the socket is the only sign of life", flush=True)
+        return None

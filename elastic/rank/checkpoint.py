@@ -32,15 +32,8 @@ class Checkpoint:
         self._shards = {name: self._open(name) for name in sorted(set(self._files.values()))}
         for tensor, (shape, purpose) in needed.items():
             self._check(tensor, shape, purpose)
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes when the files are replaced: a digest of config.json and of the shards' names, sizes and times."""
-        digest = hashlib.blake2b((self.path / "config.json").read_bytes(), digest_size=16)
-        for name in self._shards:
-            stat = (self.path / name).stat()
-            digest.update(f"\n{name} {stat.st_size} {stat.st_mtime_ns}".encode())
-        return digest.hexdigest()
+        self.fingerprint = self._fingerprint()
+        """Differs when the files were replaced: of config.json, and of the shards' names, sizes and times."""
 
     def read(self, tensor: str, into: torch.Tensor) -> None:
         """Copy one needed tensor, by its checkpoint name, in place. Raises ElasticError; `into` then holds rubbish."""
@@ -67,6 +60,13 @@ class Checkpoint:
         self.read(up, w13[half:])
         self.read(down, w2)
         return self.arch.expert_bytes
+
+    def _fingerprint(self) -> str:
+        digest = hashlib.blake2b((self.path / "config.json").read_bytes(), digest_size=16)
+        for name in self._shards:
+            stat = (self.path / name).stat()
+            digest.update(f"\n{name} {stat.st_size} {stat.st_mtime_ns}".encode())
+        return digest.hexdigest()
 
     def _locate(self, needed: dict[str, tuple[tuple[int, ...], str]]) -> dict[str, str]:
         """The file of each needed tensor."""

@@ -177,6 +177,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._buffers = buffers
         self._made: dict[int, torch.Tensor] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Steps are not compiled; otherwise the first capture would import the compiler, 2 s and its memory."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in HOST_READS:

@@ -81,6 +81,11 @@ class Transfer:
         self._state = _State.RUNNING
 
     @property
+    def ended(self) -> bool:
+        """Done or failed; then `error` says how."""
+        return self._state is not _State.RUNNING
+
+    @property
     def done(self) -> bool:
         """All bytes have arrived."""
         return self._state is _State.DONE
@@ -219,8 +224,9 @@ class NixlAgent:
                 self._nudge(peer)
         return transfer
 
-    def wait(self, transfers: Sequence[Transfer], *, deadline_s: float) -> list[PeerError]:
-        """Wait until all transfers ended or the deadline; returns what failed, one PeerError for each, in their order."""
+    def wait(self, transfers: Sequence[Transfer], *, deadline_s: float, first: bool = False) -> list[PeerError]:
+        """Wait until all transfers (with `first`: one of them) ended, or the deadline; returns one PeerError for each
+        that is not done, in their order."""
         begun = nudged = time.monotonic()
         while True:
             with self._lock:
@@ -230,7 +236,7 @@ class NixlAgent:
                     nudged = now
                     for peer in {t.peer for t in running}:
                         self._nudge(peer)
-            if not running or now - begun >= deadline_s:
+            if not running or (first and len(running) < len(transfers)) or now - begun >= deadline_s:
                 break
             time.sleep(_CHECK_S)
         return [t.error or PeerError(t.peer, "timeout", t.doing) for t in transfers if not t.done]
@@ -289,9 +295,9 @@ class NixlAgent:
 
     def _check(self, transfer: Transfer) -> bool:
         """Whether it has ended, well or badly."""
-        if transfer._state is _State.RUNNING:
+        if not transfer.ended:
             self._advance(transfer, lambda: str(self._agent.check_xfer_state(transfer._handle)))
-        return transfer._state is not _State.RUNNING
+        return transfer.ended
 
     def _advance(self, transfer: Transfer, step: Any) -> None:
         try:

@@ -1,16 +1,13 @@
-"""Weights of other ranks, read from their memory through NIXL; and what this rank publishes so that others can read.
+"""Weights of other ranks, read from their memory through NIXL.
 
-A plan may be stale, and a source may die or be overwritten while it is read. So a copy counts only if
-
-* it went to *staging*, memory of its own: bytes of a read that timed out may land when the peer goes on, much later, and
-  must not meet an expert in use; a staging buffer is used again only when no transfer can touch it any more;
-* the source's published *word* for that buffer named the wanted expert before and after the copy, with the same version:
-  the owner changes the word before the first byte and after the last byte that it writes there.
+A plan may be stale, and a source may die, stop or be overwritten while it is read. So a copy of an expert counts only if all
+its bytes arrived in staging, and the source's published word for that buffer (see `published`) named the wanted expert, with
+the same version, before the copy and after it.
 """
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -18,60 +15,37 @@ import structlog
 import torch
 
 from elastic.errors import ElasticError, Retryable
-from elastic.placement.maps import HOLE, Move
+from elastic.placement.maps import Move
 from elastic.rank.architecture import Arena, ExpertBuffers
 from elastic.rank.comm.base import PeerFault
 from elastic.rank.nixl_agent import Copy, NixlAgent, PeerError, Transfer
+from elastic.rank.published import WORD_BYTES, Published, expert_of, word_index
+from elastic.rank.staging import Stage, Staging
 
 STAGE_BYTES = 8 << 20
-GRACE_S = 0.5
+GRACE_S = 1.0
 RATE_BYTES_PER_S = 50e6
-"""Peers that are slower than this, after GRACE_S for wake-up and connection, are given up for the next source."""
+
+Reader = Generator[Transfer, None, None]
+"""Yields the transfers from one peer, one after the other; resumed when the last one is done, closed when it failed."""
 
 log = structlog.get_logger("elastic.weights")
 
 
-class Published:
-    """What this rank's buffers hold, readable by peers: int64 words, [dense, then layer by layer, index by index].
-
-    The dense word is 1 when the dense weights are whole. Another word is `version << 32 | expert + 1`, with 0 for a hole; the
-    version grows with every change. An aligned word is always seen whole.
-    """
-
-    def __init__(self, experts: ExpertBuffers) -> None:
-        self._contents = experts.contents
-        self._width = len(experts.contents[0]) if experts.contents else 0
-        self.table = torch.zeros(1 + len(experts.contents) * self._width, dtype=torch.int64)
-        self._words = self.table.numpy()
-
-    def word_index(self, layer: int, index: int) -> int:
-        return 1 + layer * self._width + index
-
-    def set_expert(self, layer: int, index: int, expert: int) -> None:
-        """Say what a buffer holds from now on; HOLE before the first byte is changed."""
-        at = self.word_index(layer, index)
-        self._contents[layer][index] = expert
-        self._words[at] = ((int(self._words[at]) >> 32) + 1) << 32 | (expert + 1)
-
-    def set_dense(self) -> None:
-        self._words[0] = 1
-
-
-def published_expert(word: int) -> int:
-    return (word & 0xFFFFFFFF) - 1
-
-
 class _Layout(msgspec.Struct, frozen=True, array_like=True):
-    """Must be equal on both sides."""
+    """Bytes; must be equal on both sides."""
 
     dense: int
     layers: int
-    slots_per_rank: int
+    width: int
+    """Expert buffers a layer."""
     w13: int
     w2: int
 
 
 class _Endpoint(msgspec.Struct, frozen=True, array_like=True):
+    """How to read a rank's weights: its agent, and addresses in its process."""
+
     agent: bytes
     layout: _Layout
     table: int
@@ -86,41 +60,26 @@ class _Peer(NamedTuple):
     at: _Endpoint
 
 
-class _Stage:
-    """One staging buffer: floats for weights, and words of the source before and after."""
-
-    def __init__(self, agent: NixlAgent, floats: int, words: int) -> None:
-        self.floats = torch.empty(floats, dtype=torch.float32)
-        self.before = torch.empty(words, dtype=torch.int64)
-        self.after = torch.empty(words, dtype=torch.int64)
-        self.pending: list[Transfer] = []
-        for tensor in (self.floats, self.before, self.after):
-            agent.register(tensor)
-
-    @property
-    def free(self) -> bool:
-        return all(transfer.settled for transfer in self.pending)
-
-
 class PeerWeights:
-    """Used by one thread, except `faults`, which any thread may drain."""
+    """Used by one thread; `endpoint` and `faults` may be read by any."""
 
     def __init__(self, name: str, slot: int, arena: Arena, experts: ExpertBuffers, published: Published) -> None:
-        """Register all memory. Raises ElasticError where NIXL is missing."""
-        self._slot, self._arena, self._experts = slot, arena, experts
-        self._expert_floats = experts.w13[0, 0].numel() + experts.w2[0, 0].numel()
-        self._published = published
+        """`name` is unique among all ranks that ever meet. Raises ElasticError where NIXL is missing."""
+        self._slot, self._arena, self._experts, self._published = slot, arena, experts, published
         self._agent = NixlAgent(name)
         for tensor in (published.table, arena.flat, experts.w13, experts.w2):
             self._agent.register(tensor)
-        layers, slots_per_rank = experts.w13.shape[:2]
+        layers, width = experts.w13.shape[:2]
         self._layout = _Layout(
-            dense=arena.flat.numel(),
+            dense=_bytes(arena.flat),
             layers=layers,
-            slots_per_rank=slots_per_rank,
-            w13=experts.w13[0, 0].numel(),
-            w2=experts.w2[0, 0].numel(),
+            width=width,
+            w13=_bytes(experts.w13[0, 0]),
+            w2=_bytes(experts.w2[0, 0]),
         )
+        self._expert_bytes = self._layout.w13 + self._layout.w2
+        self._batch = max(1, STAGE_BYTES // self._expert_bytes)
+        self._staging = Staging(self._agent, floats=self._batch * self._expert_bytes // 4, words=self._batch)
         self.endpoint = msgspec.msgpack.encode(
             _Endpoint(
                 agent=self._agent.metadata(),
@@ -132,37 +91,26 @@ class PeerWeights:
             )
         )
         """What a peer needs for `connect`; fixed for the life of the process."""
-        self._peers: dict[int, _Peer] = {}
-        self._stages: list[_Stage] = []
         self.faults: deque[PeerFault] = deque()
+        self._peers: dict[int, _Peer] = {}
 
     def connect(self, peers: Mapping[int, bytes], *, deadline_s: float) -> None:
-        """Know peers by slot and prove that each answers. The same endpoint again does nothing, another one replaces
-        the old. Raises Retryable naming the slots that did not answer; ElasticError for a peer with other sizes."""
-        new = {
-            slot: raw
-            for slot, raw in peers.items()
-            if slot != self._slot and not (slot in self._peers and self._peers[slot].raw == raw)
-        }
+        """Know peers by slot, and prove that each answers. A known endpoint does nothing, a changed one replaces the old.
+
+        Raises Retryable naming the slots that did not answer (the others are connected), ElasticError for a malformed
+        endpoint or a peer of other sizes.
+        """
+        known = {slot for slot, raw in peers.items() if slot in self._peers and self._peers[slot].raw == raw}
+        new = [slot for slot in peers if slot != self._slot and slot not in known]
         self.disconnect(new)
-        for slot, raw in new.items():
-            try:
-                at = msgspec.msgpack.decode(raw, type=_Endpoint)
-            except msgspec.MsgspecError as error:
-                raise ElasticError(f"weights of slot {slot}: its endpoint is malformed: {error}") from error
-            if at.layout != self._layout:
-                raise ElasticError(
-                    f"weights of slot {slot}: its buffers {at.layout} are not like ours {self._layout}; "
-                    "all ranks of a group need the same checkpoint and configuration"
-                )
-            self._peers[slot] = _Peer(self._agent.add_peer(at.agent), raw, at)
-        stages = {slot: self._stage() for slot in new}
-        hello = {s: [Copy(stage.before.data_ptr(), self._peers[s].at.table, 8)] for s, stage in stages.items()}
-        failed = self._fetch(stages, hello, time.monotonic() + deadline_s)
-        if failed:
-            self.disconnect(failed)
+        for slot in new:
+            at = self._decode(slot, peers[slot])
+            self._peers[slot] = _Peer(self._agent.add_peer(at.agent), peers[slot], at)
+        silent = self._run({slot: self._greet(slot) for slot in new}, time.monotonic() + deadline_s)
+        if silent:
+            self.disconnect(silent)
             raise Retryable(
-                f"weights of slots {sorted(failed)}: no answer within {deadline_s:g} s; connect again or leave them out"
+                f"weights of slots {sorted(silent)}: no answer within {deadline_s:g} s; connect again or leave them out"
             )
 
     def disconnect(self, slots: Collection[int]) -> None:
@@ -172,75 +120,167 @@ class PeerWeights:
                 self._agent.remove_peer(peer.name)
 
     def probe(self, slots: Collection[int]) -> None:
-        """Send each peer a few bytes. A dead one becomes a fault, at the first or second probe after its death."""
+        """Send each connected peer a few bytes; one that is known to be gone becomes a fault."""
         for slot in slots:
             if (peer := self._peers.get(slot)) is not None:
                 try:
                     self._agent.ping(peer.name)
                 except PeerError as error:
-                    self._fault(slot, error)
+                    self._report(slot, error)
 
     def load_experts(self, moves: Sequence[Move], *, deadline_s: float) -> list[Move]:
-        """Copy experts from the peers that the moves name; returns the moves done. The others need another source: their
-        peer is unknown, failed (then it is among `faults`), or does not hold that expert any more."""
-        queues: dict[int, deque[Move]] = {}
+        """Do the moves whose source is a connected peer; returns those done. The others need another source: their peer
+        is unknown, has failed (then `faults` says so), or does not hold that expert any more."""
+        queues: dict[int, list[Move]] = {}
         for move in moves:
-            if move.source_slot in self._peers:
-                queues.setdefault(move.source_slot, deque()).append(move)
-        size = sum(len(queue) for queue in queues.values()) * self._expert_floats * 4
-        end, done = time.monotonic() + allowance_s(size, deadline_s), []
-        while queues:
-            stages = {slot: self._stage() for slot in queues}
-            batches = {slot: self._batch(queue, stages[slot]) for slot, queue in queues.items()}
-            failed = self._read_batches(stages, batches, end)
-            for slot in batches.keys() - failed:
-                done += self._take(stages[slot], batches[slot])
-            queues = {slot: queue for slot, queue in queues.items() if queue and slot not in failed}
+            if move.source_slot in self._peers and 0 <= move.source_index < self._layout.width:
+                queues.setdefault(move.source_slot, []).append(move)
+        end = time.monotonic() + allowance_s(sum(map(len, queues.values())) * self._expert_bytes, deadline_s)
+        done: list[Move] = []
+        self._run({slot: self._read_experts(slot, queue, done) for slot, queue in queues.items()}, end)
         return done
 
     def load_dense(self, slot: int, *, deadline_s: float) -> bool:
-        """Copy a peer's dense weights into the arena. False: the peer is unknown, failed or has none yet; the arena may
-        then hold a part."""
-        peer = self._peers.get(slot)
-        if peer is None:
+        """Copy a peer's dense weights into the arena. False: the peer is unknown, failed or has none; the arena may then
+        hold a part of them."""
+        if slot not in self._peers:
             return False
-        flat, end = self._arena.flat, time.monotonic() + allowance_s(self._arena.flat.numel() * 4, deadline_s)
-        stage = self._stage()
-        hello = {slot: [Copy(stage.before.data_ptr(), peer.at.table, 8)]}
-        if self._fetch({slot: stage}, hello, end):
-            return False
-        if int(stage.before[0]) != 1:
-            log.info("a peer has no dense weights yet", peer=slot)
-            return False
-        for at in range(0, flat.numel(), stage.floats.numel()):
-            part = flat[at : at + stage.floats.numel()]
-            copy = Copy(stage.floats.data_ptr(), peer.at.dense + 4 * at, 4 * part.numel())
-            if self._fetch({slot: stage}, {slot: [copy]}, end):
-                return False
-            part.copy_(stage.floats[: part.numel()])
-        return True
+        whole: list[bool] = []
+        self._run({slot: self._read_dense(slot, whole)}, time.monotonic() + allowance_s(self._layout.dense, deadline_s))
+        return bool(whole)
 
     def close(self) -> None:
         self._agent.close()
 
-    def _stage(self) -> _Stage:
-        for stage in self._stages:
-            if stage.free:
-                stage.pending.clear()
-                self._stages.remove(stage)
-                self._stages.append(stage)
-                return stage
-        floats = max(self._expert_floats, STAGE_BYTES // 4)
-        self._stages.append(_Stage(self._agent, floats, floats // self._expert_floats))
-        return self._stages[-1]
+    def _decode(self, slot: int, raw: bytes) -> _Endpoint:
+        try:
+            at = msgspec.msgpack.decode(raw, type=_Endpoint)
+        except msgspec.MsgspecError as error:
+            raise ElasticError(f"weights of slot {slot}: its endpoint is malformed: {error}") from error
+        if at.layout != self._layout:
+            raise ElasticError(
+                f"weights of slot {slot}: its buffers ({at.layout}) are not like ours ({self._layout}); "
+                "all ranks of a group need the same checkpoint and configuration"
+            )
+        return at
 
-    def _batch(self, queue: deque[Move], stage: _Stage) -> list[Move]:
-        return [queue.popleft() for _ in range(min(len(queue), stage.before.numel()))]
+    def _greet(self, slot: int) -> Reader:
+        with self._staging.lend() as stage:
+            yield self._start(slot, stage, [self._dense_word(slot, stage)])
 
-    def _read_batches(self, stages: dict[int, _Stage], batches: dict[int, list[Move]], end: float) -> set[int]:
-        """Words, weights, words again, from all peers at once; returns the slots that failed."""
+    def _read_experts(self, slot: int, moves: list[Move], done: list[Move]) -> Reader:
+        with self._staging.lend() as stage:
+            for at in range(0, len(moves), self._batch):
+                batch = moves[at : at + self._batch]
+                yield self._start(slot, stage, self._words(slot, batch, stage.before))
+                yield self._start(slot, stage, self._weights(slot, batch, stage))
+                yield self._start(slot, stage, self._words(slot, batch, stage.after))
+                done += self._take(slot, stage, batch)
+
+    def _read_dense(self, slot: int, whole: list[bool]) -> Reader:
+        flat = self._arena.flat
+        with self._staging.lend() as stage:
+            yield self._start(slot, stage, [self._dense_word(slot, stage)])
+            if int(stage.before[0]) != 1:
+                log.info("a peer has no dense weights yet", peer=slot)
+                return
+            for at in range(0, flat.numel(), stage.floats.numel()):
+                part = flat[at : at + stage.floats.numel()]
+                copy = Copy(stage.floats.data_ptr(), self._peers[slot].at.dense + 4 * at, _bytes(part))
+                yield self._start(slot, stage, [copy])
+                part.copy_(stage.floats[: part.numel()])
+        whole.append(True)
+
+    def _run(self, readers: Mapping[int, Reader], end: float) -> set[int]:
+        """Run all readers to their ends or the end of time, each at its own pace, so that a silent peer costs the others
+        nothing. Returns the slots that failed, reported."""
+        running: dict[int, Transfer] = {}
         failed: set[int] = set()
-        for step in (self._word_copies("before"), self._weight_copies, self._word_copies("after")):
-            copies = {s: list(step(s, stages[s], batch)) for s, batch in batches.items() if s not in failed}
-            failed |= self._fetch(stages, copies, end)
+
+        def resume(slot: int) -> None:
+            running.pop(slot, None)
+            try:
+                running[slot] = next(readers[slot])
+            except StopIteration:
+                return
+            except ElasticError as error:
+                fail(slot, error)
+
+        def fail(slot: int, error: ElasticError) -> None:
+            running.pop(slot, None)
+            readers[slot].close()
+            failed.add(slot)
+            self._report(slot, error)
+
+        for slot in readers:
+            resume(slot)
+        while running:
+            transfers = list(running.values())
+            errors = self._agent.wait(transfers, deadline_s=max(0.0, end - time.monotonic()), first=True)
+            if not any(transfer.ended for transfer in transfers):
+                silent = {error.peer: error for error in errors}
+                for slot, transfer in list(running.items()):
+                    fail(slot, silent[transfer.peer])
+            for slot, transfer in list(running.items()):
+                if transfer.error is not None:
+                    fail(slot, transfer.error)
+                elif transfer.done:
+                    resume(slot)
         return failed
+
+    def _start(self, slot: int, stage: Stage, copies: list[Copy]) -> Transfer:
+        transfer = self._agent.start("READ", self._peers[slot].name, copies)
+        stage.watch(transfer)
+        return transfer
+
+    def _report(self, slot: int, error: ElasticError) -> None:
+        log.warning("a peer's weights cannot be read", peer=slot, why=str(error))
+        if isinstance(error, PeerError):
+            self.faults.append(PeerFault(slot, error.what))
+
+    def _take(self, slot: int, stage: Stage, batch: list[Move]) -> list[Move]:
+        """Copy what is trustworthy from the stage to the expert buffers."""
+        taken: list[Move] = []
+        split, floats = self._layout.w13 // 4, self._expert_bytes // 4
+        for k, move in enumerate(batch):
+            before, after = int(stage.before[k]), int(stage.after[k])
+            if before != after or expert_of(before) != move.expert:
+                held = expert_of(after)
+                log.warning("a peer holds another expert than planned", peer=slot, move=str(move), held=held)
+                continue
+            flat = stage.floats[k * floats : (k + 1) * floats]
+            w13, w2 = self._experts.w13[move.layer, move.index], self._experts.w2[move.layer, move.index]
+            self._published.clear(move.layer, move.index)
+            w13.view(-1).copy_(flat[:split])
+            w2.view(-1).copy_(flat[split:])
+            self._published.fill(move.layer, move.index, move.expert)
+            taken.append(move)
+        return taken
+
+    def _dense_word(self, slot: int, stage: Stage) -> Copy:
+        return Copy(stage.before.data_ptr(), self._peers[slot].at.table, WORD_BYTES)
+
+    def _words(self, slot: int, batch: list[Move], into: torch.Tensor) -> list[Copy]:
+        to, table, width = into.data_ptr(), self._peers[slot].at.table, self._layout.width
+        return [
+            Copy(to + WORD_BYTES * k, table + WORD_BYTES * word_index(width, m.layer, m.source_index), WORD_BYTES)
+            for k, m in enumerate(batch)
+        ]
+
+    def _weights(self, slot: int, batch: list[Move], stage: Stage) -> list[Copy]:
+        at, layout, copies = self._peers[slot].at, self._layout, []
+        for k, move in enumerate(batch):
+            to, row = stage.floats.data_ptr() + k * self._expert_bytes, move.layer * layout.width + move.source_index
+            copies.append(Copy(to, at.w13 + row * layout.w13, layout.w13))
+            copies.append(Copy(to + layout.w13, at.w2 + row * layout.w2, layout.w2))
+        return copies
+
+
+def allowance_s(size: int, deadline_s: float) -> float:
+    """How long peers may take for `size` bytes: half of the time at most, so that the next source has the other half;
+    and no longer than a slow link needs, so that a stopped peer costs about GRACE_S and not the whole deadline."""
+    return min(deadline_s / 2, GRACE_S + size / RATE_BYTES_PER_S)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

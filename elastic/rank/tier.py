@@ -152,7 +152,7 @@ def build(checkpoint: str | Path, path: str | Path) -> Built:
     except OSError as error:
         raise ElasticError(
             f"host tier {path} cannot be written: {error.strerror} ({header.layout.file_bytes >> 20} MiB needed); "
-            "make room, or run without a host tier"
+            "check the path and the free space, or run without a host tier"
         ) from error
     return Built(str(path), header.layout.file_bytes, header.fingerprint, new, time.monotonic() - began)
 

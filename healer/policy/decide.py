@@ -45,6 +45,7 @@ class Reason(StrEnum):
     ATTEMPTS_EXHAUSTED = "attempts-exhausted"  # maxAttempts replacements failed
     BOOT_FAILED = "boot-failed"  # a rank that an operator asked for does not start
     OPERATOR = "operator"  # asked through the API
+    EXECUTOR = "executor"  # the executor itself gave a rank up and is replacing it
     REFUSED = "refused"  # an operator's request that cannot be met
 
 

@@ -25,7 +25,8 @@ class PolicyError(ElasticError):
     """`problems`: one line each, "file:line:column: path: what is wrong, expected what"."""
 
     def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
+        several = [f"the policy has {len(problems)} problems", *problems]
+        super().__init__("\n".join(several if len(problems) > 1 else problems))
         self.problems = tuple(problems)
 
 

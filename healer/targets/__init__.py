@@ -18,7 +18,11 @@ class Target(Protocol):
         ...
 
     def observe(self) -> GroupStatus:
-        """The group as it is known now. Cheap; called at every change and every second."""
+        """The group as it is known now, before `start` too. Cheap; called at every change and every second."""
+        ...
+
+    def address(self) -> str:
+        """Where clients send their requests, as a URL; empty while that is not known."""
         ...
 
     def lose(self, slots: Iterable[int], *, cause: str, detected: float, replace: bool) -> None:

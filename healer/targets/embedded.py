@@ -21,6 +21,9 @@ class EmbeddedTarget:
     def observe(self) -> GroupStatus:
         return self._executor.status()
 
+    def address(self) -> str:
+        return self._executor.gateway_http
+
     def lose(self, slots: Iterable[int], *, cause: str, detected: float, replace: bool) -> None:
         self._executor.lose(slots, cause=cause, detected=detected, replace=replace)
 

@@ -4,7 +4,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gateway_fakes import Harness, make_checkpoint
+
+from tests.gateway.gateway_fakes import Harness, make_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -179,7 +179,7 @@ class Harness:
         self.ranks: dict[int, FakeRank] = {}
         self.incarnations: dict[int, int] = {}
         self.epoch = 0
-        self.client = httpx.AsyncClient()
+        self.client = httpx.AsyncClient(verify=False)
         self.controller: Channel | None = None
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -202,7 +202,7 @@ class Harness:
         if self._task.done():
             await self._task
         address = json.loads((self.root / "gateway.json").read_text())["http"]
-        self.client = httpx.AsyncClient(base_url=address, timeout=20)
+        self.client = httpx.AsyncClient(base_url=address, timeout=20, verify=False)
         await self.connect()
         return self
 
@@ -243,6 +243,11 @@ class Harness:
         while (await self.client.get("/health")).json()["ranks"] != count:
             assert time.monotonic() < end, f"not {count} admitting ranks within 10 s"
             await asyncio.sleep(0.005)
+
+    async def until_queued(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while (await self.status()).queued != count:
+                pass
 
     async def status(self) -> GatewayStatus:
         assert self.controller is not None

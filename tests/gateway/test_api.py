@@ -3,9 +3,11 @@
 import asyncio
 import json
 
-import gateway_fakes as fakes
 import pytest
-from gateway_fakes import MODEL, right_answer, until
+
+from elastic.gateway.text import load_tokenizer
+from tests.gateway import gateway_fakes as fakes
+from tests.gateway.gateway_fakes import MODEL, right_answer, until
 
 PROMPT = [1, 2, 3]
 
@@ -48,14 +50,13 @@ async def test_streamed_answer_parses_as_openai_clients_parse_it(gateway):
     assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
 
 
-@pytest.mark.parametrize("prompt", ["abc", ["abc"], "wrapped"])
-async def test_text_and_token_prompts_are_the_same_request(gateway, prompt):
+async def test_text_and_token_prompts_are_the_same_request(gateway):
     group = await gateway(1)
     ids = [fakes.ALPHABET.index(char) for char in "abc"]
-    response = await group.complete(prompt=[ids] if prompt == "wrapped" else prompt, max_tokens=5)
-    choice = response.json()["choices"][0]
-    assert choice["prompt_token_ids"] == ids
-    assert choice["token_ids"] == right_answer(ids, 5)
+    for prompt in ("abc", ["abc"], ids, [ids]):
+        choice = (await group.complete(prompt=prompt, max_tokens=5)).json()["choices"][0]
+        assert choice["prompt_token_ids"] == ids
+        assert choice["token_ids"] == right_answer(ids, 5)
 
 
 async def test_stop_string_ends_the_answer_and_frees_the_rank(gateway):
@@ -93,8 +94,20 @@ async def test_streamed_text_never_shows_half_a_character(gateway):
     group.ranks[0].token = lambda _, at: ids[at]
     async with group.stream(max_tokens=6) as stream:
         await stream.rest()
-    assert [choice["text"] for choice in stream.choices if choice["text"]] == ["é", "€", "z"]
+    assert stream.text == "é€z"
+    assert not any("\ufffd" in choice["text"] for choice in stream.choices)
     assert stream.tokens == ids
+
+
+async def test_line_ends_in_an_answer_do_not_break_its_events(gateway):
+    group = await gateway(1)
+    said = "a\n\r\u0085\u2028\u2029\x0b\x0c\x1c\\"
+    ids = load_tokenizer(group.checkpoint).encode(said).ids
+    group.ranks[0].token = lambda _, at: ids[at]
+    async with group.stream(max_tokens=len(ids)) as stream:
+        await stream.rest()
+    assert stream.text == said
+    assert stream.done
 
 
 async def test_sampled_request_without_a_seed_gets_one_and_a_given_one_is_kept(gateway):
@@ -247,14 +260,15 @@ async def test_every_bad_field_is_refused_by_name(gateway):
     assert (await group.complete(max_tokens=2)).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"null", b"5", b'{"prompt": "\\ud800"}', b"\xff\xfe", b"[" * 5000, b'{"prompt": NaN}']
-)
-async def test_body_that_is_no_json_object_is_a_400(gateway, body):
+NO_JSON = [b"", b"{", b"[]", b"null", b"5", b'{"prompt": "\\ud800"}', b"\xff\xfe", b"[" * 5000, b'{"prompt": NaN}']
+
+
+async def test_body_that_is_no_json_object_is_a_400(gateway):
     group = await gateway(1)
-    response = await group.client.post("/v1/completions", content=body)
-    assert response.status_code == 400
-    assert response.json()["error"]["type"] == "invalid_request_error"
+    for body in NO_JSON:
+        response = await group.client.post("/v1/completions", content=body)
+        assert response.status_code == 400, body
+        assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 async def test_missing_prompt_unknown_model_and_huge_body(gateway):

@@ -10,15 +10,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import gateway_fakes as fakes
 import httpx
 import pytest
-from gateway_fakes import GROUP, right_answer, until
 
 from elastic import process
 from elastic.channel import Channel
 from elastic.errors import NeedsReplan
+from elastic.gateway.server import listen
 from elastic.protocol import GatewayQuery, GatewayStatus, Hello, Query, Route, Routes, encode
+from tests.gateway import gateway_fakes as fakes
+from tests.gateway.gateway_fakes import GROUP, right_answer, until
 
 PROMPT = [1, 2, 3]
 
@@ -93,7 +94,7 @@ async def test_serving_goes_on_when_the_daemon_is_gone_and_ends_in_order(gateway
     try:
         await controller.call(Routes(id=1, epoch=3, routes=routes), GatewayStatus, deadline_s=5)
         await controller.aclose()
-        async with httpx.AsyncClient(base_url=announced["http"], timeout=20) as client:
+        async with httpx.AsyncClient(base_url=announced["http"], timeout=20, verify=False) as client:
             answer = await client.post("/v1/completions", json=fakes.asked(max_tokens=20))
             assert answer.json()["choices"][0]["token_ids"] == right_answer(PROMPT, 20)
             # no controller, and a rank dies
@@ -170,7 +171,8 @@ async def test_routes_of_an_older_epoch_are_refused(gateway) -> None:
     assert group.controller is not None
     with pytest.raises(NeedsReplan, match="epoch 0"):
         await group.controller.call(Routes(id=77, epoch=0, routes=()), GatewayStatus, deadline_s=5)
-    assert (await group.status()).per_slot == {0: 0}
+    status = await group.status()
+    assert (status.per_slot, status.epoch) == ({0: 0}, 1)
 
 
 async def test_new_controller_takes_over_while_the_old_one_hangs(gateway) -> None:
@@ -181,6 +183,12 @@ async def test_new_controller_takes_over_while_the_old_one_hangs(gateway) -> Non
     assert old is not None
     await old.aclose()
     assert (await group.complete(max_tokens=2)).status_code == 200
+
+
+def test_first_token_does_not_wait_for_a_delayed_acknowledgement() -> None:
+    """The event loop sends small packets at once only on a socket that says it is TCP."""
+    with listen("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
 
 
 def test_port_in_use_is_one_clear_line(gateways: Gateways) -> None:

@@ -6,10 +6,9 @@ import signal
 import subprocess
 import sys
 
-import gateway_fakes as fakes
-from gateway_fakes import right_answer, until
-
 from elastic.protocol import Emitted
+from tests.gateway import gateway_fakes as fakes
+from tests.gateway.gateway_fakes import right_answer, until
 
 PROMPT = [1, 2, 3]
 
@@ -20,14 +19,12 @@ async def test_rank_killed_mid_stream_is_invisible_to_the_client(gateway):
     address = str(group.root / "r0.1")
     group.ranks[0], group.incarnations[0] = fakes.FakeRank(address), 1
     await group.rank(1)
-    process = subprocess.Popen(
-        [sys.executable, fakes.__file__, address, fakes.GROUP, "0.002"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=fakes.ENVIRONMENT,
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, fakes.__file__, address, fakes.GROUP, "0.002", stdout=subprocess.PIPE, env=fakes.ENVIRONMENT
     )
     try:
-        assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"ready\n"
         await group.route(0, 1)
         async with group.stream(max_tokens=200) as stream:
             await stream.take(20)
@@ -39,8 +36,9 @@ async def test_rank_killed_mid_stream_is_invisible_to_the_client(gateway):
         assert (await group.status()).replayed == 1
         assert group.ranks[1].submits[0].attempt == 2
     finally:
-        process.kill()
-        process.wait()
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
 
 async def test_two_deaths_in_a_row_lose_no_token(gateway):
@@ -64,8 +62,7 @@ async def test_last_rank_dies_and_its_replacement_finishes_the_answer(gateway):
         await stream.take(10)
         await group.ranks[0].die()
         late = asyncio.create_task(group.complete(max_tokens=3))
-        while (await group.status()).queued < 2:
-            await asyncio.sleep(0.002)
+        await group.until_queued(2)
         await group.rank(0)
         await group.route(0)
         await stream.rest()

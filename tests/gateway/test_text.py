@@ -1,7 +1,6 @@
 import json
 from pathlib import Path
 
-import gateway_fakes as fakes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +8,7 @@ from tokenizers import Tokenizer
 
 from elastic.errors import ElasticError
 from elastic.gateway.text import AnswerText, Detokenizer, StopScanner, load_tokenizer, read_eos_ids
+from tests.gateway import gateway_fakes as fakes
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
     assert read_eos_ids(tmp_path) == (1, 2)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "no"}))
-    with pytest.raises(ElasticError, match="generation_config.json: eos_token_id is 'no'"):
+    with pytest.raises(ElasticError, match=r"generation_config.json: eos_token_id is 'no'"):
         read_eos_ids(tmp_path)
 
 

@@ -7,6 +7,7 @@ send, and what the right answer is without them.
 import multiprocessing
 import os
 import threading
+import time
 import traceback
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -17,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic.rank.comm import open_backend
-from elastic.rank.comm.base import EpBackend, Received, RoundBoard
+from elastic.rank.comm.base import LIVE, EpBackend, Received, RoundBoard
+from elastic.rank.comm.factory import open_backend
 
 WAIT_S = 60.0
 
@@ -78,6 +79,7 @@ class Runner:
         self.shape, self.rank, self.ep, self.board = shape, rank, ep, board
         self.done_steps = 0
         self.addresses: set[int] = set()
+        self.asleep = False
 
     def step(self, step: int) -> tuple[Received, torch.Tensor]:
         x, idx, weights = rows_of(self.shape, self.rank, step)
@@ -106,6 +108,31 @@ class Runner:
                     wrong.append(f"step {step}: wrong rows for expert {e}")
             self.done_steps += 1
         return wrong
+
+    def idle_until_begun(self, round_: int, peers: Collection[int], within_s: float) -> bool:
+        """What an idle loop does: sleep until a peer has begun the round."""
+        end = time.monotonic() + within_s
+        while time.monotonic() < end:
+            ticket = self.board.ticket()
+            if self.board.begun(round_, [peer for peer in peers if peer != self.rank]):
+                return True
+            self.board.wait(ticket, end - time.monotonic())
+        return False
+
+    def group_has_work(self, round_: int, own: bool) -> bool:
+        peers = [slot for slot, mask in enumerate(self.ep.masks()) if mask == LIVE and slot != self.rank]
+        return own or self.board.any_work(round_, peers)
+
+    def sleep_once(self, timeout_s: float) -> None:
+        ticket = self.board.ticket()
+        self.asleep = True
+        self.board.wait(ticket, timeout_s)
+        self.asleep = False
+
+    def route(self, idx: list[list[int]]) -> None:
+        # as many rows as fit, since one alone may name an expert twice without harm
+        rows = torch.tensor(idx).repeat(self.shape.max_tokens, 1)
+        self.ep.dispatch(torch.zeros(len(rows), self.shape.hidden), rows)
 
     def commit(self, live: Collection[int], base: int) -> None:
         self.ep.clean(base)
@@ -170,8 +197,8 @@ class Peer:
 
     @property
     def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
+        pid: int = self.process.pid
+        return pid
 
     def begin(self, target: str, name: str, *args: Any, **kwargs: Any) -> None:
         self._loop.send((target, name, args, kwargs))
@@ -206,7 +233,7 @@ class Group:
         self._ever: list[Peer] = []
         # One server imports torch once and forks the ranks: each is a process of its own, started in milliseconds.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["comm_group"])
+        self._context.set_forkserver_preload(["tests.rank.comm_group", "nixl._api"])
 
     def launch(self, rank: int) -> Peer:
         peer = Peer(self._context, self.name, self.shape, rank, f"test{os.getpid()}")

@@ -132,6 +132,7 @@ def open_rank(
     max_model_len: int = 128,
     capture_sizes: tuple[int, ...] = (4, 8, 16, 32),
     order: list[int] | None = None,
+    backend: type[LoopbackEp] = LoopbackEp,
 ) -> Rank:
     arch = read_architecture(checkpoint)
     config = GroupConfig(
@@ -149,7 +150,7 @@ def open_rank(
     order = order or list(range(arch.experts))
     arena, experts = Arena(arch.dense_shapes()), ExpertBuffers(arch, arch.experts)
     load(checkpoint, arch, arena, experts, order)
-    ep, buffers = LoopbackEp(arch.experts, max_tokens, arch.hidden), Buffers()
+    ep, buffers = backend(arch.experts, max_tokens, arch.hidden), Buffers()
     runner = Runner(config, arch, arena, experts, ep, buffers)
     runner.capture()
     runner.set_placement(Placement(arch.experts, 1, arch.experts, (tuple(order),) * len(arch.moe_layers)), [0])

@@ -40,8 +40,8 @@ class World:
 
 
 def move(tensor: torch.Tensor) -> None:
-    """What an assignment to `.data` or a resize does: the same tensor object in other memory."""
-    tensor.set_(tensor.clone())
+    """The same tensor object in other memory."""
+    tensor.data = tensor.clone()
 
 
 def test_a_replay_reads_and_writes_the_buffers_in_place() -> None:

@@ -198,7 +198,7 @@ def test_more_decodes_than_rows_starve_neither_each_other_nor_a_new_prompt() -> 
     gained = [len(answers[str(n)]) - before[n] for n in range(8)]
     assert max(gained) - min(gained) <= 1
     scheduler.submit(submit("8", list(range(12)), 5))
-    for _ in range(13):
+    for _ in range(16):
         batch = scheduler.build()
         take(scheduler.commit(batch, cache.run(batch)), answers, finished)
     assert answers["8"], "the prompt's twelve rows had a quarter of each step"

@@ -1,7 +1,8 @@
 """Latency of one dispatch and combine, by transport and number of ranks: `python -m elastic.rank.comm.bench --json`.
 
 Every rank is a process of its own and does nothing but dispatch and combine, so with more ranks than cores the latency
-contains the time that a rank waits for a core; `cpu_ms` is the processor time of one rank, all its threads together.
+contains the time that a rank waits for a core. `cpu_ms` is the processor time of one rank for a pair, all its threads
+together; `release_ms` the time from `release` in another thread to the return of the dispatch that was waiting.
 """
 
 import argparse
@@ -10,15 +11,17 @@ import multiprocessing
 import os
 import platform
 import statistics
+import threading
 import time
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from elastic.config import EpBackendName
 from elastic.errors import Retryable
+from elastic.rank.comm.base import EpBackend
 from elastic.rank.comm.factory import open_backend
 
 EXPERTS, HIDDEN, TOP_K = 16, 64, 2
@@ -69,11 +72,31 @@ def _rank(case: Case, rank: int, pipe: Connection) -> None:
         ep.combine(ep.dispatch(x, idx).x, idx, weights, out)
         taken.append(time.perf_counter() - start)
     cpu = time.process_time() - cpu
+    released = _release(ep, x, idx, case.ranks) if rank == 0 else 0.0
     faults = [f"{fault.what} of rank {fault.peer}" for fault in ep.poll_faults()]
-    pipe.send((taken[case.warm_up :], cpu / case.pairs, faults))
+    pipe.send((taken[case.warm_up :], cpu / case.pairs, released, faults))
     pipe.recv()
     # NIXL's own threads may hang at interpreter exit
     os._exit(0)
+
+
+def _release(ep: EpBackend, x: torch.Tensor, idx: torch.Tensor, ranks: int) -> float:
+    """Seconds from `release` in another thread to the return of a dispatch that waits for peers that are not coming."""
+    called: list[float] = []
+
+    def release() -> None:
+        while not ep.waiting_on():
+            time.sleep(0.001)
+        time.sleep(0.05)
+        called.append(time.perf_counter())
+        ep.release(range(ranks))
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    ep.dispatch(x, idx)
+    returned = time.perf_counter()
+    thread.join()
+    return returned - called[0]
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -99,9 +122,9 @@ def measure(case: Case) -> dict[str, Any]:
             process.join(1)
             process.kill()
             process.join()
-    if faults := [fault for _, _, found in results for fault in found]:
+    if faults := [fault for *_, found in results for fault in found]:
         raise Retryable(f"{case.transport}, {case.ranks} ranks: not a clean run: {', '.join(faults)}")
-    taken = sorted(1e3 * t for times, _, _ in results for t in times)
+    taken = sorted(1e3 * t for times, *_ in results for t in times)
     return {
         "transport": case.transport,
         "ranks": case.ranks,
@@ -110,7 +133,8 @@ def measure(case: Case) -> dict[str, Any]:
         "p50_ms": round(statistics.median(taken), 3),
         "p95_ms": round(taken[int(0.95 * (len(taken) - 1))], 3),
         "max_ms": round(taken[-1], 3),
-        "cpu_ms": round(1e3 * statistics.fmean(cpu for _, cpu, _ in results), 3),
+        "cpu_ms": round(1e3 * statistics.fmean(cpu for _, cpu, *_ in results), 3),
+        "release_ms": round(1e3 * results[0][2], 3),
     }
 
 
@@ -147,20 +171,30 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=300, help="pairs of calls that are measured")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    transports, ranks = args.transports.split(","), [int(n) for n in args.ranks.split(",")]
+    if unknown := set(transports) - set(get_args(EpBackendName)):
+        parser.error(f"--transports: {', '.join(sorted(unknown))} is none of {', '.join(get_args(EpBackendName))}")
+    if uneven := [n for n in ranks if n < 1 or EXPERTS % n]:
+        parser.error(f"--ranks: {uneven[0]} does not divide the {EXPERTS} experts")
     results = [
-        measure(Case(transport, int(ranks), args.rows, args.pairs, max(10, args.pairs // 10), args.seed))
-        for transport in args.transports.split(",")
-        for ranks in args.ranks.split(",")
+        measure(Case(transport, count, args.rows, args.pairs, max(10, args.pairs // 10), args.seed))
+        for transport in transports
+        for count in ranks
     ]
     if args.json:
         machine = {"cpu": _cpu(), "cores": os.cpu_count(), "kernel": platform.release(), "load": os.getloadavg()[0]}
         versions = {"python": platform.python_version()} | {p: _version(p) for p in ("torch", "numpy", "nixl")}
         shape = {"experts": EXPERTS, "hidden": HIDDEN, "top_k": TOP_K, "dtype": "float32"}
-        print(json.dumps({"machine": machine, "versions": versions, "seed": args.seed, "shape": shape, "results": results}))
+        print(
+            json.dumps(
+                {"machine": machine, "versions": versions, "seed": args.seed, "shape": shape, "results": results}
+            )
+        )
         return
-    print(f"{'transport':<10}{'ranks':>6}{'p50 ms':>10}{'p95 ms':>10}{'max ms':>10}{'cpu ms':>10}")
+    columns = ("p50_ms", "p95_ms", "max_ms", "cpu_ms", "release_ms")
+    print(f"{'transport':<10}{'ranks':>6}" + "".join(f"{c:>12}" for c in columns))
     for r in results:
-        print(f"{r['transport']:<10}{r['ranks']:>6}{r['p50_ms']:>10}{r['p95_ms']:>10}{r['max_ms']:>10}{r['cpu_ms']:>10}")
+        print(f"{r['transport']:<10}{r['ranks']:>6}" + "".join(f"{r[c]:>12}" for c in columns))
 
 
 def _cpu() -> str:

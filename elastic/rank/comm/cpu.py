@@ -29,7 +29,7 @@ from elastic.rank.comm.transport import COMBINE, DISPATCH, Floats, Transport
 
 Ints = npt.NDArray[np.int64]
 
-SETTLE_S = 1.0
+SETTLE_S = 0.05
 """How long `clean` waits for deliveries of the discarded step before it gives them up."""
 
 
@@ -57,7 +57,7 @@ class CpuEpBackend:
         self.rank, self.capacity, self.experts_per_rank = transport.rank, layout.capacity, layout.experts_per_rank
         self.max_tokens, self.hidden, self.top_k = layout.max_tokens, layout.hidden, layout.top_k
         self._transport, self._layout, self._timeout_s = transport, layout, timeout_s
-        self._words = memoryview(transport.inbox.words)
+        self._words = transport.inbox.words.data
 
         e, width = layout.experts_per_rank, layout.capacity * layout.max_tokens
         self._received = Received(torch.zeros(e, width, layout.hidden), torch.zeros(e, dtype=torch.int32))
@@ -99,7 +99,11 @@ class CpuEpBackend:
             if left <= 0:
                 raise Retryable(f"rank {self.rank}: no time left to connect to rank {peer} within {deadline_s:g} s")
             self._set(peer, MASKED if self._masks[peer] != ABSENT else ABSENT)
-            self._transport.connect(peer, endpoint, deadline_s=left)
+            try:
+                self._transport.connect(peer, endpoint, deadline_s=left)
+            except ElasticError:
+                self.disconnect([peer])
+                raise
             self._endpoints[peer] = endpoint
             self._set(peer, MASKED)
 
@@ -132,16 +136,15 @@ class CpuEpBackend:
         ids = self._checked(x, topk_idx)
         rows_in: Floats = x.detach().numpy()
         live = tuple(slot for slot, mask in enumerate(self._masks) if mask == LIVE)
-        self._tag, self._next_tag = self._next_tag, self._next_tag + 1
-
         physical = self._routes(live)[ids]
         order = physical.argsort(kind="stable")
         experts = self.capacity * self.experts_per_rank
         per_expert = np.bincount(physical, minlength=experts + 1)[:experts].reshape(self.capacity, -1)
         if per_expert.size and per_expert.max() > self.max_tokens:
             raise ValueError("topk_idx names the same expert twice in one row")
+        self._tag, self._next_tag = self._next_tag, self._next_tag + 1
         totals = per_expert.sum(1).tolist()
-        token = order // (topk_idx.shape[1] or 1)
+        token = order // topk_idx.shape[1]
 
         start = 0
         for slot in live:
@@ -190,9 +193,6 @@ class CpuEpBackend:
         parts = parts.reshape(rows, k, self.hidden)
         parts *= topk_weights.detach().numpy().reshape(rows, k, 1)
         target: Floats = out.numpy()
-        if k == 0:
-            target[:] = 0
-            return
         target[:] = parts[:, 0]
         for j in range(1, k):
             target += parts[:, j]
@@ -216,6 +216,7 @@ class CpuEpBackend:
         return self._waiting
 
     def poll_faults(self) -> list[PeerFault]:
+        self._note_lost()
         faults: list[PeerFault] = []
         while self._faults:
             faults.append(self._faults.popleft())
@@ -226,14 +227,13 @@ class CpuEpBackend:
 
     def _await(self, channel: int, expected: Sequence[int]) -> tuple[int, ...]:
         """Wait for this step's word of each expected peer; return those that arrived and are live, with ourselves."""
-        tag, words, masks, offset = self._tag, self._words, self._masks, channel
+        tag, words, masks = self._tag, self._words, self._masks
         until = 0.0
         try:
             while True:
                 ticket = self._transport.ticket()
-                waiting = [
-                    p for p in expected if p != self.rank and masks[p] == LIVE and words[offset, p] != tag
-                ]
+                self._note_lost()
+                waiting = [p for p in expected if p != self.rank and masks[p] == LIVE and words[channel, p] != tag]
                 if not waiting:
                     break
                 now = time.monotonic()
@@ -243,11 +243,9 @@ class CpuEpBackend:
                     break
                 self._waiting = tuple(waiting)
                 self._transport.wait(ticket, until - now)
-                if gone := self._transport.lost():
-                    self._fail(gone, "disconnect")
         finally:
             self._waiting = ()
-        return tuple(p for p in expected if p == self.rank or (masks[p] == LIVE and words[offset, p] == tag))
+        return tuple(p for p in expected if p == self.rank or (masks[p] == LIVE and words[channel, p] == tag))
 
     def _gather(self, arrived: Sequence[int]) -> tuple[Ints, tuple[tuple[int, int, int], ...]]:
         """Copy the records of `arrived` into `Received`; return the places of their rows, in the records' order."""
@@ -261,7 +259,10 @@ class CpuEpBackend:
         starts = self._expert_starts + counts.cumsum(0) - counts
         places = np.repeat(starts.ravel(), lengths) + within
         sources = _ranges(
-            [(slot * layout.record_rows + layout.header_rows, n) for slot, n in zip(arrived, totals.tolist(), strict=True)]
+            [
+                (slot * layout.record_rows + layout.header_rows, n)
+                for slot, n in zip(arrived, totals.tolist(), strict=True)
+            ]
         )
         gathered = self._gathered[: len(places)]
         inbox.dispatched.take(sources, axis=0, out=gathered, mode="clip")
@@ -288,9 +289,9 @@ class CpuEpBackend:
             raise ValueError(
                 f"x is {list(x.shape)} {x.dtype}, expected at most {self.max_tokens} rows of {self.hidden} float32"
             )
-        if topk_idx.shape[0] != rows or topk_idx.shape[1] > self.top_k or topk_idx.dtype != torch.int64:
+        if topk_idx.shape[0] != rows or not 1 <= topk_idx.shape[1] <= self.top_k or topk_idx.dtype != torch.int64:
             raise ValueError(
-                f"topk_idx is {list(topk_idx.shape)} {topk_idx.dtype}, expected [{rows}, up to {self.top_k}] int64"
+                f"topk_idx is {list(topk_idx.shape)} {topk_idx.dtype}, expected [{rows}, 1 to {self.top_k}] int64"
             )
         ids: Ints = topk_idx.detach().numpy().reshape(-1)
         experts = self.capacity * self.experts_per_rank
@@ -307,6 +308,10 @@ class CpuEpBackend:
             before, self._masks[rank] = self._masks[rank], mask
             if before != mask and LIVE in (before, mask):
                 self._generation += 1
+
+    def _note_lost(self) -> None:
+        if gone := self._transport.lost():
+            self._fail(gone, "disconnect")
 
     def _fail(self, peers: Collection[int], what: str) -> None:
         for peer in peers:

@@ -19,7 +19,6 @@ def open_backend(
     top_k: int,
     timeout_s: float,
     group: str,
-    directory: str = "",
 ) -> tuple[EpBackend, RoundBoard]:
     """Called once in a rank's process. The two share one inbox, so the backend's `connect`, `disconnect`, `clean` and
     `close` hold for the board too. Raises ElasticError where this machine cannot run the backend."""

@@ -38,7 +38,7 @@ class Bell:
             raise ElasticError(f"no futex call is known for {platform.machine()}: run on x86_64 or aarch64 Linux")
         self._word = word
         self._address = ctypes.c_void_p(word.ctypes.data)
-        self._value = memoryview(word)
+        self._value = word.data
 
     def ticket(self) -> int:
         """The present value: take it before looking at the conditions that `wait` is to wait for."""

@@ -28,7 +28,6 @@ BACKGROUND_POLL_S = 0.005
 PROBE_S = 0.1
 """A waiting rank sends an empty notification to every peer this often: only traffic finds a killed peer."""
 
-YIELD_S=float(os.environ.get("YS","0.0002"))
 _note = struct.Struct("<Bqi")
 """Channel, word, rows."""
 
@@ -67,7 +66,6 @@ class NixlTransport:
         self._under_way: list[tuple[int, Transfer]] = []
         self._newly_lost: list[int] = []
         self._polled = self._heard = self._probed = time.monotonic()
-        self._posted=0.0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=f"ep nixl {rank}", daemon=True)
         self._thread.start()
@@ -83,14 +81,18 @@ class NixlTransport:
         if at.layout != self.layout:
             raise ElasticError(f"rank {peer}: its EP buffers are laid out as {at.layout}, ours as {self.layout}")
         self.disconnect(peer)
-        name = self._agent.add_peer(at.metadata)
+        name = ""
         try:
+            name = self._agent.add_peer(at.metadata)
             # A real write, of the counts of an empty record to our own place: the connection is up when it has arrived.
             start = self._record(DISPATCH, self.rank)
-            empty = Copy(self._staging_address + self._record(DISPATCH, peer), at.address + start, self.layout.row_bytes)
+            empty = Copy(
+                self._staging_address + self._record(DISPATCH, peer), at.address + start, self.layout.row_bytes
+            )
             self._staging.counts[peer] = 0
             self._agent.write(name, [empty], deadline_s=deadline_s)
-        except PeerError as error:
+        except ElasticError as error:
+            # A dead process of this host is refused by UCX at once, one of another host does not answer.
             self._agent.remove_peer(name)
             raise Retryable(f"rank {peer}: cannot connect to its EP memory: {error}") from error
         with self._lock:
@@ -128,7 +130,6 @@ class NixlTransport:
             with self._lock:
                 self._lose(peer)
             return
-        self._posted = time.monotonic()
         if not transfer.done:
             with self._lock:
                 self._under_way.append((peer, transfer))
@@ -152,9 +153,6 @@ class NixlTransport:
                 return
             if now - max(self._heard, self._probed) > PROBE_S:
                 self._probe(now)
-            if self._under_way and now - self._posted < YIELD_S:
-                os.sched_yield()
-                continue
             pause = min(POLL_MAX_S, max(POLL_MIN_S, (now - self._heard) / 16))
             self._bell.wait(ticket, min(pause, until - now))
 
@@ -181,7 +179,7 @@ class NixlTransport:
         return layout.dispatch_at + sender * layout.record_rows * layout.row_bytes
 
     def _progress(self) -> bool:
-        """Take what has arrived; whether there was anything that a waiting caller should look at."""
+        """Take what has arrived; whether there was anything."""
         with self._lock:
             self._polled = time.monotonic()
             heard = False
@@ -199,7 +197,7 @@ class NixlTransport:
                     if transfer.error is not None:
                         self._lose(peer)
                 self._under_way = [(p, t) for p, t in self._under_way if not t.done and t.error is None]
-            return heard or bool(self._newly_lost)
+            return heard
 
     def _probe(self, now: float) -> None:
         self._probed = now
@@ -213,10 +211,12 @@ class NixlTransport:
                     self._lose(slot)
 
     def _lose(self, peer: int) -> None:
+        """With the lock held. Ends a wait, so that its caller asks for `lost`."""
         known = self._peers.get(peer)
         if known is not None and not known.lost:
             known.lost = True
             self._newly_lost.append(peer)
+            self._bell.ring()
 
     def _serve(self) -> None:
         """The polling thread."""

@@ -1,0 +1,137 @@
+"""The weights of one rank and where they come from: a live peer, else the host-memory tier, else the checkpoint on disk.
+
+A source that fails costs time, never correctness: the next one is taken, and only when the checkpoint fails too is there an
+error. What was loaded is counted by source.
+"""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+
+import structlog
+
+from elastic.config import GroupConfig
+from elastic.placement.maps import Move, Row
+from elastic.protocol import Loaded, Source
+from elastic.rank.architecture import Architecture, Arena, ExpertBuffers
+from elastic.rank.checkpoint import Checkpoint
+from elastic.rank.comm.base import PeerFault
+from elastic.rank.peer_weights import PeerWeights
+from elastic.rank.published import Published
+from elastic.rank.tier import HostTier
+
+log = structlog.get_logger("elastic.weights")
+
+
+class Weights:
+    """Owns what the expert buffers and the arena hold; nobody else writes to them.
+
+    One thread calls the methods. `endpoint`, `contents` and `poll_faults` may be called from any thread. Buffers that a map
+    in use names are the caller's care: `load_experts` and `drop` overwrite what they are told to.
+    """
+
+    def __init__(
+        self,
+        config: GroupConfig,
+        arch: Architecture,
+        arena: Arena,
+        experts: ExpertBuffers,
+        slot: int,
+        incarnation: int,
+        tier: HostTier | None,
+        checkpoint: Checkpoint,
+    ) -> None:
+        """Starts a NIXL agent (0.4 s) and registers all buffers, which must not move any more. Raises ElasticError where
+        NIXL is missing."""
+        if tier is not None and tier.fingerprint != checkpoint.fingerprint:
+            log.warning("the host tier is of another checkpoint and not used", path=str(tier.path))
+            tier = None
+        self._arch, self._arena, self._experts = arch, arena, experts
+        self._tier, self._checkpoint = tier, checkpoint
+        self._published = Published(experts)
+        name = f"{config.name}/weights/{slot}.{incarnation}"
+        self._peers = PeerWeights(name, slot, arena, experts, self._published)
+
+    def endpoint(self) -> bytes:
+        """What peers need for `connect`; opaque, the same for the life of the process."""
+        return self._peers.endpoint
+
+    def connect(self, peers: Mapping[int, bytes], *, deadline_s: float) -> None:
+        """Connect to peers by slot and prove that each answers. Idempotent; a changed endpoint (a new incarnation)
+        replaces the old one. Raises Retryable naming the slots that did not answer, ElasticError for a peer whose
+        buffers differ from ours."""
+        self._peers.connect(peers, deadline_s=deadline_s)
+
+    def disconnect(self, slots: Collection[int]) -> None:
+        """Forget peers, dead or alive."""
+        self._peers.disconnect(slots)
+
+    def load_experts(self, moves: Sequence[Move], *, deadline_s: float) -> Loaded:
+        """Fill the expert buffers that the moves name; a buffer that holds its expert already is left alone.
+
+        A buffer reads as a hole while it is written. Peers get at most half of `deadline_s`; memory and disk are not
+        interrupted. Raises ElasticError when even the checkpoint fails; the remaining buffers keep what they held, the one
+        at work is a hole.
+        """
+        began = time.monotonic()
+        moves = [m for m in moves if self._experts.contents[m.layer][m.index] != m.expert]
+        done = set(self._peers.load_experts(moves, deadline_s=deadline_s))
+        rest = [m for m in moves if m not in done]
+        for move in rest:
+            self._load_local(move)
+        size, local = self._arch.expert_bytes, Source(len(rest), len(rest) * self._arch.expert_bytes)
+        return self._loaded(Source(len(done), len(done) * size), local, began)
+
+    def load_dense(self, source_slot: int | None, *, deadline_s: float) -> Loaded:
+        """Fill the arena, once in the life of the process, from the peer in `source_slot`, else as above. Tensors are
+        counted, not files. Raises ElasticError when even the checkpoint fails."""
+        began, arena = time.monotonic(), self._arena
+        if self._published.dense:
+            return Loaded()
+        whole = Source(len(arena.views), arena.flat.numel() * arena.flat.element_size())
+        from_peer = source_slot is not None and self._peers.load_dense(source_slot, deadline_s=deadline_s)
+        if not from_peer:
+            if self._tier is not None:
+                arena.flat.copy_(self._tier.dense())
+            else:
+                self._checkpoint.load_dense(arena)
+        self._published.fill_dense()
+        return self._loaded(whole if from_peer else Source(), Source() if from_peer else whole, began)
+
+    def drop(self, layer: int, index: int) -> None:
+        """Make a hole: nobody reads this buffer from now on."""
+        self._published.clear(layer, index)
+
+    def contents(self) -> tuple[Row, ...]:
+        """`[layer][index]`: the expert that is whole in each buffer, or HOLE."""
+        return tuple(tuple(row) for row in self._experts.contents)
+
+    def probe(self, slots: Collection[int]) -> None:
+        """Send each connected peer a few bytes; a dead one becomes a fault. A stopped one does not show here."""
+        self._peers.probe(slots)
+
+    def poll_faults(self) -> list[PeerFault]:
+        """Failures of peers seen since the last call: "disconnect" or "timeout"."""
+        faults: list[PeerFault] = []
+        while self._peers.faults:
+            faults.append(self._peers.faults.popleft())
+        return faults
+
+    def close(self) -> None:
+        """Disconnect from all peers. Nothing may be called after it."""
+        self._peers.close()
+
+    def _load_local(self, move: Move) -> None:
+        w13, w2 = self._experts.w13[move.layer, move.index], self._experts.w2[move.layer, move.index]
+        self._published.clear(move.layer, move.index)
+        if self._tier is not None:
+            from_w13, from_w2 = self._tier.expert(move.layer, move.expert)
+            w13.copy_(from_w13)
+            w2.copy_(from_w2)
+        else:
+            self._checkpoint.load_expert(move.layer, move.expert, w13, w2)
+        self._published.fill(move.layer, move.index, move.expert)
+
+    def _loaded(self, peer: Source, local: Source, began: float) -> Loaded:
+        from_tier = self._tier is not None
+        host, disk = (local, Source()) if from_tier else (Source(), local)
+        return Loaded(peer=peer, host=host, disk=disk, seconds=time.monotonic() - began)

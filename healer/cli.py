@@ -1,0 +1,265 @@
+"""The command `healer`. Each command imports what it needs when it runs, so that all start quickly."""
+
+import json
+import sys
+import time
+from enum import IntEnum, StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from elastic.errors import ElasticError
+from healer import __version__
+
+if TYPE_CHECKING:
+    from healer.client import Client
+
+POLL_S = 0.2
+
+
+class Exit(IntEnum):
+    OK = 0
+    ERROR = 1
+    USAGE = 2
+    DEGRADED = 3
+
+
+_EPILOG = (
+    "Exit codes: 0 all is well; 1 an error, told in one message; 2 wrong usage; 3 `status` only: the group serves but is "
+    "not as it should be. Example: healer run --policy policies/default.yaml"
+)
+
+app = typer.Typer(
+    name="healer",
+    help="Keeps a Mixture-of-Experts serving group healthy: detects dead and hung ranks, releases the others, replaces them.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+policy_app = typer.Typer(no_args_is_help=True, help="Work with policy files.")
+app.add_typer(policy_app, name="policy")
+
+PolicyOption = Annotated[Path | None, typer.Option("--policy", "-p", help="The policy file that the daemon runs.")]
+RunDirOption = Annotated[Path | None, typer.Option(help="The daemon's run directory, instead of --policy.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+class Format(StrEnum):
+    CONSOLE = "console"
+    JSON = "json"
+
+
+class Level(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"healer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _healer(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(epilog="Example: healer run --policy policies/default.yaml --log-format json")
+def run(
+    policy: Annotated[Path, typer.Option("--policy", "-p", help="The policy file.")],
+    log_format: Annotated[Format, typer.Option(help="How log lines on stderr look.")] = Format.CONSOLE,
+    log_level: Annotated[Level, typer.Option(help="The least important line to log.")] = Level.INFO,
+) -> None:
+    """Run the daemon in the foreground. SIGTERM ends it and leaves serving untouched; `healer stop` ends both."""
+    from healer import daemon, logs
+    from healer.policy.load import load_policy
+
+    logs.configure(log_format.value, log_level.value)
+    daemon.run(load_policy(policy))
+
+
+@app.command(epilog="Example: healer status --policy policies/default.yaml --json")
+def status(policy: PolicyOption = None, run_dir: RunDirOption = None, as_json: JsonOption = False) -> None:
+    """Show the group, its ranks and what the daemon thinks of them. Exit code 3: degraded."""
+    found = _client(policy, run_dir).get("/status")
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        from healer.tables import console, show_status
+
+        show_status(console(), found)
+    raise typer.Exit(Exit.OK if found["state"] == "ok" else Exit.DEGRADED)
+
+
+@app.command(epilog="Example: healer history inc-3 --policy policies/default.yaml")
+def history(
+    incident: Annotated[str | None, typer.Argument(help="One incident, as a timeline.")] = None,
+    policy: PolicyOption = None,
+    run_dir: RunDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show past incidents as a table, or one as a timeline. Works without a running daemon too."""
+    found = _history(_run_dir(policy, run_dir), incident)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    from healer.tables import console, show_history, show_timeline
+
+    if incident is None:
+        show_history(console(), found)
+    else:
+        show_timeline(console(), found["incident"], found["entries"])
+
+
+@app.command(epilog="Example: healer scale 6 --wait --policy policies/default.yaml")
+def scale(
+    ranks: Annotated[int, typer.Argument(help="How many ranks should serve.")],
+    policy: PolicyOption = None,
+    run_dir: RunDirOption = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Until the group has that size.")] = False,
+    deadline: Annotated[float, typer.Option(help="Seconds to wait at most.", min=0.0)] = 120.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Set the number of ranks. The daemon changes the group in the background."""
+    client = _client(policy, run_dir)
+    target = client.post("/scale", {"ranks": ranks})["target"]
+    if wait:
+        _wait_for(client, target, deadline)
+    if as_json:
+        typer.echo(json.dumps({"target": target}))
+    else:
+        typer.echo(f"{'live' if wait else 'target'}: {len(target)} ranks on slots {', '.join(map(str, target))}")
+
+
+@app.command(epilog="Example: healer stop --policy policies/default.yaml")
+def stop(
+    policy: PolicyOption = None,
+    run_dir: RunDirOption = None,
+    deadline: Annotated[float, typer.Option(help="Seconds to wait at most.", min=0.0)] = 60.0,
+) -> None:
+    """End serving and the daemon."""
+    client = _client(policy, run_dir)
+    client.post("/stop", {})
+    end = time.monotonic() + deadline
+    while client.address.alive:
+        if time.monotonic() > end:
+            raise ElasticError(
+                f"the daemon (pid {client.address.pid}) has not ended within {deadline:g} s; see its log"
+            )
+        time.sleep(POLL_S / 4)
+    typer.echo("stopped")
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def demo(context: typer.Context) -> None:
+    """Start a small group, kill a rank under traffic, and show how it heals. `healer demo --help` lists its options."""
+    from healer.demo import main as demo_main
+
+    raise typer.Exit(demo_main(context.args))
+
+
+@policy_app.command(epilog="Example: healer policy check policies/default.yaml")
+def check(file: Annotated[Path, typer.Argument(help="The policy file.")], as_json: JsonOption = False) -> None:
+    """Check a policy file, and its sizes against the model where the checkpoint is on this machine."""
+    from elastic.config import read_model_shape
+    from healer.policy.load import PolicyError, load_policy
+
+    try:
+        policy = load_policy(file)
+        local = Path(policy.spec.target.checkpoint).is_dir()
+        if local:
+            policy.group().validate(read_model_shape(policy.spec.target.checkpoint))
+    except ElasticError as error:
+        if not as_json:
+            raise
+        problems = error.problems if isinstance(error, PolicyError) else (str(error),)
+        typer.echo(json.dumps({"ok": False, "problems": problems}, indent=1))
+        raise typer.Exit(Exit.ERROR) from None
+    if as_json:
+        typer.echo(json.dumps({"ok": True, "problems": [], "model_checked": local}, indent=1))
+        return
+    note = "" if local else " (its checkpoint is not on this machine: sizes were not checked against the model)"
+    typer.echo(f"{file}: policy {policy.metadata.name} is valid{note}")
+
+
+def _run_dir(policy: Path | None, run_dir: Path | None) -> Path:
+    if run_dir is not None:
+        return run_dir
+    if policy is None:
+        raise typer.BadParameter("say which daemon: --policy FILE or --run-dir DIRECTORY")
+    from healer.policy.load import load_policy
+
+    return Path(load_policy(policy).spec.target.run_dir)
+
+
+def _client(policy: Path | None, run_dir: Path | None) -> "Client":
+    place = _run_dir(policy, run_dir)
+    from healer.client import Client
+
+    return Client(place)
+
+
+def _history(run_dir: Path, incident: str | None) -> Any:
+    from healer.client import Client, NoDaemon
+    from healer.daemon import journal_path
+    from healer.incidents import summarise
+    from healer.journal import incident_entries, open_readonly, timeline
+
+    try:
+        client = Client(run_dir)
+    except NoDaemon:
+        import contextlib
+
+        import msgspec
+
+        with contextlib.closing(open_readonly(journal_path(run_dir))) as journal:
+            if incident is None:
+                return msgspec.to_builtins(summarise(incident_entries(journal, 50)))
+            entries = timeline(journal, incident)
+        if not entries:
+            raise ElasticError(f"no incident {incident!r}; `healer history` lists them") from None
+        return msgspec.to_builtins({"incident": summarise(entries)[0], "entries": entries})
+    from urllib.parse import quote
+
+    return client.get("/history" if incident is None else f"/history/{quote(incident, safe='')}")
+
+
+def _wait_for(client: "Client", target: list[int], deadline_s: float) -> None:
+    from rich.console import Console
+
+    end = time.monotonic() + deadline_s
+    with Console(stderr=True).status("waiting") as line:
+        while (found := client.get("/status"))["group"]["live"] != target or found["group"]["sequence"]:
+            if found["group"]["target"] != target:
+                raise ElasticError(f"the target is now {found['group']['target']}: somebody else changed it")
+            if time.monotonic() > end:
+                raise ElasticError(f"not within {deadline_s:g} s: {found['why']}; `healer status` shows more")
+            line.update(found["group"]["sequence"] or found["why"] or "waiting")
+            time.sleep(POLL_S)
+
+
+def main() -> None:
+    """Errors end in one message and a non-zero exit code, without a traceback."""
+    try:
+        app(prog_name="healer")
+    except ElasticError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(Exit.ERROR)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
