@@ -36,10 +36,18 @@ def random_prompts(count: int, vocab: int, seed: int) -> list[Tokens]:
 
 
 async def stream(
-    client: httpx.AsyncClient, base: str, prompt: Tokens, max_tokens: int, deadline_s: float = 120.0, **more: Any
+    client: httpx.AsyncClient,
+    base: str,
+    prompt: Tokens,
+    max_tokens: int,
+    *,
+    deadline_s: float = 120.0,
+    answer: Answer | None = None,
+    **more: Any,
 ) -> Answer:
-    """One streaming greedy completion to its end or its error; never raises for what the server does."""
-    answer = Answer()
+    """One streaming greedy completion to its end or its error; never raises for what the server does. `answer` is filled
+    as tokens come, so that the caller can watch; `more` goes into the request."""
+    answer = answer or Answer()
     body = {
         "model": (await _model(client, base)),
         "prompt": prompt,
@@ -66,11 +74,38 @@ async def stream(
     return answer
 
 
-async def traffic(base: str, prompts: Sequence[Tokens], max_tokens: int, deadline_s: float = 120.0) -> list[Answer]:
-    """All prompts at once, one connection each."""
-    limits = httpx.Limits(max_connections=len(prompts) + 4)
-    async with httpx.AsyncClient(limits=limits) as client:
-        return list(await asyncio.gather(*(stream(client, base, p, max_tokens, deadline_s) for p in prompts)))
+class Traffic:
+    """Concurrent requests, one connection each; `answers` fill while `run` goes on."""
+
+    def __init__(self, base: str, prompts: Sequence[Tokens], max_tokens: int, deadline_s: float = 120.0) -> None:
+        self.answers = [Answer() for _ in prompts]
+        self._base, self._prompts, self._max_tokens, self._deadline_s = base, prompts, max_tokens, deadline_s
+
+    @property
+    def tokens(self) -> int:
+        """Received so far, by all requests."""
+        return sum(len(a.tokens) for a in self.answers)
+
+    async def run(self) -> list[Answer]:
+        limits = httpx.Limits(max_connections=len(self._prompts) + 4)
+        async with httpx.AsyncClient(limits=limits) as client:
+            calls = (
+                stream(client, self._base, p, self._max_tokens, deadline_s=self._deadline_s, answer=a)
+                for p, a in zip(self._prompts, self.answers, strict=True)
+            )
+            await asyncio.gather(*calls)
+        return self.answers
+
+    async def reached(self, tokens: int) -> None:
+        """Wait until so many tokens have come, or all requests have ended."""
+        # polled: nobody could set an event at an exact count
+        while self.tokens < tokens and not all(a.finish or a.error for a in self.answers):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def traffic(base: str, prompts: Sequence[Tokens], max_tokens: int) -> list[Answer]:
+    """All prompts at once, to their ends."""
+    return await Traffic(base, prompts, max_tokens).run()
 
 
 def _take(answer: Answer, data: dict[str, Any]) -> None:

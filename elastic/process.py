@@ -5,21 +5,20 @@ import signal
 from pathlib import Path
 
 GONE = "X"
-EXITING = "E"
-"""Not a letter of the kernel's: the main thread is on its way out (PF_EXITING) but not yet a zombie."""
+"""No such process, or one whose main thread is exiting (PF_EXITING) and can never return."""
 
 _PF_EXITING = 0x4
 
 
 def stat(pid: int) -> tuple[str, int] | None:
-    """State letter (or EXITING) and start time (clock ticks since boot) of a process, or None when there is none."""
+    """State letter (GONE for an exiting one) and start time (clock ticks since boot) of a process, or None when there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     # the command in parentheses may itself contain blanks and parentheses
     fields = text[text.rindex(")") + 2 :].split()
-    letter = EXITING if int(fields[6]) & _PF_EXITING and fields[0] != "Z" else fields[0]
+    letter = GONE if int(fields[6]) & _PF_EXITING and fields[0] != "Z" else fields[0]
     return letter, int(fields[19])
 
 
@@ -37,7 +36,7 @@ def state(pid: int, pid_start: int) -> str:
 
 def is_alive(pid: int, pid_start: int) -> bool:
     """False for a zombie too, and for one on its way out: it serves nobody."""
-    return state(pid, pid_start) not in (GONE, EXITING, "Z", "x")
+    return state(pid, pid_start) not in (GONE, "Z", "x")
 
 
 def send_signal(pid: int, pid_start: int, signum: signal.Signals) -> bool:

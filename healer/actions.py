@@ -1,33 +1,37 @@
 """Carrying decisions out: the intent into the journal, then the target. Small; decides nothing."""
 
-import structlog
-
 from elastic.errors import ElasticError, Infeasible
 from healer.casebook import Casebook
 from healer.clock import Clock
 from healer.diagnosis import Cause
 from healer.journal import Journal, Kind
+from healer.logs import LateLog
 from healer.metrics import Metrics
 from healer.policy.decide import Decision, Reason, Step
 from healer.roster import Roster
 from healer.targets import Target
-
-log = structlog.get_logger("healer")
 
 
 class Actions:
     """Owned by the supervisor, called in its loop."""
 
     def __init__(
-        self, target: Target, roster: Roster, casebook: Casebook, journal: Journal, metrics: Metrics, clock: Clock
+        self,
+        target: Target,
+        roster: Roster,
+        casebook: Casebook,
+        journal: Journal,
+        metrics: Metrics,
+        log: LateLog,
+        clock: Clock,
     ) -> None:
         self._target, self._roster, self._casebook = target, roster, casebook
-        self._journal, self._metrics, self._clock = journal, metrics, clock
+        self._journal, self._metrics, self._log, self._clock = journal, metrics, log, clock
 
     def record(self, decision: Decision) -> None:
         self._journal.add(Kind.DECISION, decision, self._casebook.id)
         self._metrics.decisions.labels(decision.step, decision.reason).inc()
-        log.info("decision", step=decision.step, reason=decision.reason, sentence=decision.sentence)
+        self._log.say("info", "decision", step=decision.step, reason=decision.reason, sentence=decision.sentence)
 
     def carry_out(self, decision: Decision) -> None:
         """Give an acting decision to the target. Returns at once; what becomes of it is reported by the target's events.
@@ -50,7 +54,7 @@ class Actions:
             self._journal.add(Kind.OUTCOME, {"action": action, "refused": str(error)}, self._casebook.id)
             for slot in slots:
                 self._roster.refused(slot, str(error))
-            log.error("action.refused", step=decision.step, slots=slots, error=str(error))
+            self._log.say("error", "action.refused", step=decision.step, slots=slots, error=str(error))
 
     def _lose(self, decision: Decision) -> None:
         detected = min(v.since for v in decision.verdicts)

@@ -159,7 +159,8 @@ def _dead(case: _Case, now: float) -> Verdict | None:
     because = [
         e
         for what, e in case.by_what.items()
-        if what == What.PIDFD_FIRED or (what in (What.PROCESS_STATE, What.SOCKET_CLOSED) and e.value in DEAD_STATES)
+        if what in (What.LIFELINE_CUT, What.PIDFD_FIRED)
+        or (what in (What.PROCESS_STATE, What.SOCKET_CLOSED) and e.value in DEAD_STATES)
     ]
     if not because:
         return None

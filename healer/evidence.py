@@ -24,9 +24,11 @@ class Severity(StrEnum):
 class What(StrEnum):
     """What was seen; the comment says what `value` holds."""
 
-    SOCKET_CLOSED = "socket-closed"  # state letter of the process at that moment
+    LIFELINE_CUT = "lifeline-cut"  # state letter
+    LIFELINE_ENDED = "lifeline-ended"  # state letter of the process: the kernel handed on a mutex of its main thread
+    SOCKET_CLOSED = "socket-closed"  # state letter
     PIDFD_FIRED = "pidfd-fired"  # state letter
-    PROCESS_STATE = "process-state"  # state letter of /proc/<pid>/stat; "X": gone, or exiting and never to return
+    PROCESS_STATE = "process-state"  # state letter of /proc/<pid>/stat; "E": exiting, never to return; "X": gone
     BEAT_HEARD = "beat-heard"  # the round it reported: the first beat, or the first after silence
     SILENCE = "silence"  # seconds since the last beat
     TELEMETRY_LOST = "telemetry-lost"  # seconds by which the daemon itself was late

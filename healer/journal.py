@@ -23,7 +23,8 @@ from healer.clock import Clock
 
 SCHEMA_VERSION = 1
 MAX_PENDING = 10_000
-BUSY_S = 0.2
+BUSY_S = 0.02
+"""Nobody but a daemon writes; whoever else locks the file must not hold up a healing."""
 
 _SCHEMA = """
 CREATE TABLE entries (

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 
@@ -41,3 +41,19 @@ def configure(log_format: LogFormat, level: str) -> None:
 
 
 _plain_traceback = structlog.dev.plain_traceback
+
+
+class LateLog:
+    """Lines that wait until the work is done: whoever reads stderr slowly must not hold up a healing. The owner flushes."""
+
+    def __init__(self, name: str) -> None:
+        self._log = structlog.get_logger(name)
+        self._lines: list[tuple[str, str, dict[str, Any]]] = []
+
+    def say(self, level: Literal["debug", "info", "warning", "error"], event: str, **fields: Any) -> None:
+        self._lines.append((level, event, fields))
+
+    def flush(self) -> None:
+        lines, self._lines = self._lines, []
+        for level, event, fields in lines:
+            getattr(self._log, level)(event, **fields)

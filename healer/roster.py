@@ -36,10 +36,10 @@ class Roster:
         return self.live != before
 
     def condemn(self, rank: RankRef, rule: str) -> None:
-        """The rank is handed to the target as lost, or the target itself gave it up: it is never judged again."""
+        """The rank is handed to the target as lost, or the target itself gave it up: from the next `refresh` on it is not
+        judged any more."""
         self._condemned[rank.slot] = rank
         self._rules[rank.slot] = rule
-        self.live.pop(rank, None)
 
     def is_condemned(self, slot: int) -> bool:
         return slot in self._condemned

@@ -11,8 +11,6 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-import structlog
-
 from elastic.controller.records import (
     BootFailed,
     Event,
@@ -30,26 +28,21 @@ from healer.casebook import Casebook
 from healer.clock import Clock
 from healer.diagnosis import Cause, Health, Verdict, diagnose
 from healer.dossier import Dossier
-from healer.evidence import Evidence, RankRef, What
+from healer.evidence import Evidence, RankRef
 from healer.journal import Journal, Kind
+from healer.logs import LateLog
 from healer.metrics import Metrics
 from healer.policy.decide import Decision, Reason, Step, decide
 from healer.policy.schema import Policy
 from healer.roster import Roster
+from healer.senses import Senses
 from healer.sensors import ref
-from healer.sensors.heartbeats import HeartbeatSensor
-from healer.sensors.liveness import LivenessSensor
-from healer.sensors.processes import DEAD, ProcessSensor
-from healer.status import DaemonStatus, JournalStatus, SensorStatus, trouble
+from healer.status import DaemonStatus, JournalStatus, trouble
 from healer.targets import TargetFactory
-
-log = structlog.get_logger("healer")
 
 HOUSEKEEPING_S = 1.0
 CLOSE_DEADLINE_S = 20.0
 STOP_DEADLINE_S = 60.0
-LATE_FRACTION = 0.25
-"""Of the stall time: when the loop woke later than this, the silence it would see is its own."""
 CHECKPOINT_IDLE_BYTES, CHECKPOINT_BUSY_BYTES = 256 << 10, 16 << 20
 
 
@@ -61,18 +54,14 @@ class Supervisor:
         detection = policy.spec.detection
         self.policy, self.journal = policy, journal
         self.metrics = Metrics(self.observe, lambda: journal.entries)
-        self._clock = clock
+        self._clock, self._log = clock, LateLog("healer")
         self._tick_s = min(0.1, detection.stall_after_s / 8)
         self._limits = policy.limits
-        self._liveness = LivenessSensor(clock)
-        self._processes = ProcessSensor(clock)
-        self._heartbeats = HeartbeatSensor(
-            clock, stall_after_s=detection.stall_after_s, silent_after_s=detection.silent_after_s
-        )
+        self._senses = Senses(detection, clock)
         self._dossier, self._casebook = Dossier(), Casebook(journal, clock)
         self._target = make_target(self.on_event)
         self._roster = Roster(self._target.observe())
-        self._actions = Actions(self._target, self._roster, self._casebook, journal, self.metrics, clock)
+        self._actions = Actions(self._target, self._roster, self._casebook, journal, self.metrics, self._log, clock)
         self._verdicts: dict[RankRef, Verdict] = {}
         self._said: tuple[Decision, ...] = ()
         self._entry_of: dict[str, int] = {}
@@ -80,7 +69,7 @@ class Supervisor:
         self._events: deque[Event] = deque()
         self._busy = False
         self._started_at = self._last_round = clock.monotonic()
-        self._next_scan = self._next_housekeeping = self._started_at
+        self._next_housekeeping = self._started_at
         self._started = ""
         self._ending = ""
         self._journal_error = ""
@@ -106,14 +95,14 @@ class Supervisor:
                 starting.cancel()
                 await asyncio.wait([starting], timeout=STOP_DEADLINE_S)
             if starting.done() and not starting.cancelled() and starting.exception() is not None:
-                log.error("target.start_failed", error=str(starting.exception()))
+                self._log.say("error", "target.start_failed", error=str(starting.exception()))
             await self._finish(stop=self._ending == "stop")
 
     def end(self, *, stop: bool, who: str) -> None:
         """Leave the loop: with `stop` serving ends too, without it goes on."""
         if not self._ending:
             self._ending = "stop" if stop else "close"
-            log.info("daemon.ending", stop_serving=stop, who=who)
+            self._log.say("info", "daemon.ending", stop_serving=stop, who=who)
             self._wake.set()
 
     @property
@@ -123,11 +112,13 @@ class Supervisor:
     def _begin(self, sentence: str) -> None:
         self._started = sentence
         self._note("target-started", sentence=sentence, incident=self._casebook.id)
-        log.info("target.started", sentence=sentence, took_s=round(self._clock.monotonic() - self._started_at, 3))
+        self._log.say(
+            "info", "target.started", sentence=sentence, took_s=round(self._clock.monotonic() - self._started_at, 3)
+        )
         with self._alone():
             self._refresh()
             # a rank may have died before anybody watched it
-            self._consider(self._processes.tick())
+            self._consider(self._senses.scan())
 
     async def _finish(self, *, stop: bool) -> None:
         if self._checkpoint is not None:
@@ -138,10 +129,11 @@ class Supervisor:
                 await (self._target.stop() if stop else self._target.close())
         except (ElasticError, TimeoutError) as error:
             outcome = f"the target did not answer: {error or 'deadline passed'}"
-            log.error("target.unreachable", error=outcome)
+            self._log.say("error", "target.unreachable", error=outcome)
         self._note("daemon-ended", sentence=outcome)
         self.journal.flush()
-        log.info("daemon.ended", sentence=outcome)
+        self._log.say("info", "daemon.ended", sentence=outcome)
+        self._log.flush()
 
     async def _sleep(self) -> float:
         """Until the next tick, or until woken. Returns by how many seconds the loop was late, wherever it lost them."""
@@ -172,15 +164,17 @@ class Supervisor:
                 event = self._events.popleft()
                 try:
                     self._handle(event)
-                except Exception:
+                except Exception as error:
                     self.metrics.errors.labels("event").inc()
-                    log.exception("event.failed", event_type=type(event).__name__)
+                    self._log.say("error", "event.failed", event_type=type(event).__name__, exc_info=error)
             self._busy = outer
+            if not outer:
+                self._log.flush()
 
     def _handle(self, event: Event) -> None:
         match event:
             case RankBeat():
-                found = self._heartbeats.heard(event)
+                found = self._senses.heard(event)
                 if found:
                     self._consider(found)
             case RankGone():
@@ -188,11 +182,13 @@ class Supervisor:
             case PeerFaultSeen():
                 peer = self._roster.in_slot(event.peer)
                 if peer is not None:
-                    self._consider([self._liveness.peer_fault(event, peer), *self._processes.look(peer)])
+                    self._consider(self._senses.peer_fault(event, peer))
             case BootFailed():
                 self._boot_failed(event)
             case PhaseBegan():
-                log.debug("phase", sequence=event.kind, phase=event.phase, epoch=event.epoch, slots=event.slots)
+                self._log.say(
+                    "debug", "phase", sequence=event.kind, phase=event.phase, epoch=event.epoch, slots=event.slots
+                )
                 self._phase(event)
             case SequenceEnded():
                 self._sequence_ended(event)
@@ -203,12 +199,9 @@ class Supervisor:
             self._refresh()
         if rank not in self._roster.live:
             return  # retired, already condemned, or never part of the view: the target's own business
-        found = [self._liveness.gone(event)]
-        if event.process_state not in DEAD:
-            # the socket closes while the process is still on its way out
-            found += self._processes.look(rank)
+        self._consider(self._senses.gone(event, rank))
+        if rank in self._roster.live:
             self._look_again(rank, 0.001)
-        self._consider(found)
 
     def _look_again(self, rank: RankRef, after_s: float) -> None:
         """A closed socket and a process that lives: look at it ever more slowly, up to the sensor's own rate."""
@@ -216,7 +209,7 @@ class Supervisor:
         def look() -> None:
             if rank not in self._roster.live or self._ending:
                 return
-            dead = [e for e in self._processes.look(rank) if e.value in DEAD]
+            dead = self._senses.died(rank)
             if dead:
                 with self._alone():
                     self._consider(dead)
@@ -227,7 +220,9 @@ class Supervisor:
             asyncio.get_running_loop().call_later(after_s, look)
 
     def _boot_failed(self, event: BootFailed) -> None:
-        log.warning("boot.failed", slot=event.slot, attempt=event.attempt, gave_up=event.gave_up, why=event.why)
+        self._log.say(
+            "warning", "boot.failed", slot=event.slot, attempt=event.attempt, gave_up=event.gave_up, why=event.why
+        )
         self._note("boot-failed", incident=self._casebook.id, failure=event)
         if event.gave_up:
             self._roster.boot_failed(event)
@@ -258,7 +253,8 @@ class Supervisor:
         report = event.report
         self.metrics.sequence_ended(report)
         self.journal.add(Kind.OUTCOME, {"report": report}, self._casebook.id)
-        log.info(
+        self._log.say(
+            "info",
             "sequence.ended",
             sequence=report.kind,
             outcome=report.outcome,
@@ -275,22 +271,14 @@ class Supervisor:
         with self._alone():
             try:
                 self._tick(late_s)
-            except Exception:
+            except Exception as error:
                 self.metrics.errors.labels("round").inc()
-                log.exception("round.failed")
+                self._log.say("error", "round.failed", exc_info=error)
 
     def _tick(self, late_s: float) -> None:
         self.metrics.loop_late.observe(late_s)
         now = self._last_round = self._clock.monotonic()
-        found: list[Evidence] = []
-        if late_s > LATE_FRACTION * self._limits.stall_after_s:
-            log.warning("daemon.late", late_s=round(late_s, 3))
-            found += self._heartbeats.forgive(late_s)
-        found += self._heartbeats.tick()
-        found += [e for silent in found if silent.what == What.SILENCE for e in self._processes.look(silent.subject)]
-        if now >= self._next_scan:
-            self._next_scan = now + self.policy.spec.detection.process_interval_s
-            found += self._processes.tick()
+        found = self._senses.round(late_s)
         if now >= self._next_housekeeping:
             self._next_housekeeping = now + HOUSEKEEPING_S
             self._keep_house()
@@ -328,8 +316,13 @@ class Supervisor:
         for verdict in changed:
             entries = [self._entry_of[e] for e in verdict.evidence if e in self._entry_of]
             self.journal.add(Kind.VERDICT, {"verdict": verdict, "entries": entries}, self._casebook.id)
-            log.info(
-                "verdict", rank=str(verdict.rank), health=verdict.health, cause=verdict.cause, why=verdict.sentence
+            self._log.say(
+                "info",
+                "verdict",
+                rank=str(verdict.rank),
+                health=verdict.health,
+                cause=verdict.cause,
+                why=verdict.sentence,
             )
         if self._started or sick:
             self._decide(verdicts.values(), now)
@@ -339,9 +332,9 @@ class Supervisor:
             self._journal_error = self.journal.error
             if self._journal_error:
                 self.metrics.errors.labels("journal").inc()
-                log.error("journal.unwritable", error=self._journal_error)
+                self._log.say("error", "journal.unwritable", error=self._journal_error)
             else:
-                log.info("journal.writable")
+                self._log.say("info", "journal.writable")
 
     def _decide(self, verdicts: Iterable[Verdict], now: float) -> None:
         decisions = decide(self.policy, tuple(verdicts), self._roster.state(), now)
@@ -360,8 +353,7 @@ class Supervisor:
         if not self._roster.refresh(self._target.observe()):
             return
         live = self._roster.live
-        self._processes.watch(live.values())
-        self._heartbeats.watch(live.values())
+        self._senses.watch(live.values())
         self._dossier.keep(live)
         standing = {e.id for e in self._dossier.standing()}
         self._entry_of = {e: seq for e, seq in self._entry_of.items() if e in standing}
@@ -371,7 +363,7 @@ class Supervisor:
             incident = self._casebook.open(cause, slots, detected, len(self._roster.group.target))
             self.metrics.incidents.labels(cause).inc()
             self.metrics.incident_open.set(1)
-            log.warning("incident.opened", incident=incident.id, cause=cause, slots=slots)
+            self._log.say("warning", "incident.opened", incident=incident.id, cause=cause, slots=slots)
 
     def _close_if_healed(self) -> None:
         if self._casebook.current is None or not self._started or not self._roster.settled:
@@ -380,7 +372,7 @@ class Supervisor:
             return
         incident, outcome, open_s = self._casebook.close(len(self._roster.group.target))
         self.metrics.incident_open.set(0)
-        log.info("incident.closed", incident=incident.id, outcome=outcome, open_s=round(open_s, 3))
+        self._log.say("info", "incident.closed", incident=incident.id, outcome=outcome, open_s=round(open_s, 3))
 
     def _note(self, event: str, *, incident: str = "", **fields: object) -> None:
         self.journal.add(Kind.LIFECYCLE, {"event": event, **fields}, incident)
@@ -401,7 +393,7 @@ class Supervisor:
         elif self.policy.spec.dry_run:
             refuse = "spec.dryRun is set in the policy"
         elif size < least:
-            refuse = f"{size} ranks are below spec.bounds.minRanks {least}"
+            refuse = f"a target of {size} is below spec.bounds.minRanks {least}"
         try:
             with self._alone():
                 target = self._actions.scale(wanted, who=who, refuse=refuse)
@@ -429,8 +421,6 @@ class Supervisor:
             decision="; ".join(d.sentence for d in self._said),
             group=group,
             verdicts=verdicts,
-            sensors=tuple(
-                SensorStatus(s.name, now - s.last_contact) for s in (self._liveness, self._processes, self._heartbeats)
-            ),
+            sensors=self._senses.status(),
             journal=JournalStatus(str(journal.path), journal.entries, journal.error, str(journal.set_aside or "")),
         )

@@ -53,8 +53,8 @@ class Executor:
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
         self._target: tuple[int, ...] = ()
-        self._reason = "start"
-        self._since = time.monotonic()
+        self._wanted: dict[int, tuple[str, float]] = {}
+        """Why and since when a slot should be live, or should leave."""
         self._lost: dict[int, tuple[str, float]] = {}
         self._known: dict[int, Member] = {}
         self._incarnations: dict[int, int] = {}
@@ -95,6 +95,7 @@ class Executor:
         if not fresh:
             return
         self._lost |= fresh
+        self._wanted |= dict.fromkeys(fresh, (f"refill after {cause}", detected))
         if self._running is not None:
             self._running.cancel()
         self._wake.set()
@@ -115,7 +116,9 @@ class Executor:
                 f"at least {-(-experts // config.slots_per_rank)} ranks are needed"
             )
         self._boots.pardon(slots)
-        self._target, self._reason, self._since = slots, reason, time.monotonic()
+        now = time.monotonic()
+        self._wanted |= dict.fromkeys({*slots} ^ {*self._target}, (reason, now))
+        self._target = slots
         self._save()
         self._wake.set()
         return slots
@@ -183,6 +186,7 @@ class Executor:
     async def _form(self) -> str:
         write_json(config_path(self.config.root), self.config)
         self._target = tuple(range(self.config.ranks))
+        self._wanted = dict.fromkeys(self._target, ("start", time.monotonic()))
         try:
             if self.config.host_tier:
                 await self._launcher.build_tier(deadline_s=TIER_DEADLINE_S)
@@ -287,11 +291,15 @@ class Executor:
             boots.ensure(wanted)
             ready = [s for s in wanted if s in boots.ready]
             if ready and (self._formed or len(ready) == len(wanted)) and self._can_hold(ready):
-                return self._sequences.join(ready, self._reason, self._since)
+                return self._sequences.join(ready, *self._why(ready))
         leavers = [s for s in group.live if s not in self._target]
         if leavers and not group.parked:
-            return self._sequences.retire(leavers, self._reason, self._since)
+            return self._sequences.retire(leavers, *self._why(leavers))
         return None
+
+    def _why(self, slots: Collection[int]) -> tuple[str, float]:
+        found = [self._wanted.get(s, ("the target says so", time.monotonic())) for s in slots]
+        return "; ".join(dict.fromkeys(reason for reason, _ in found)), min(since for _, since in found)
 
     def _can_hold(self, joiners: Collection[int]) -> bool:
         ranks = len({*self._group.live, *joiners})

@@ -23,6 +23,8 @@ class RankLink:
     def __init__(self, member: Member, channel: Channel, status: Status, on_event: Callable[[Event], None]) -> None:
         self.member = member
         self.status = status
+        self.counters: Counters = status.counters
+        """The newest known."""
         self.beat: Heartbeat | None = None
         self.beat_at = time.monotonic()
         self.gone = False
@@ -63,12 +65,9 @@ class RankLink:
     def next_id(self) -> int:
         return self._channel.next_id()
 
-    @property
-    def counters(self) -> Counters:
-        return self.beat.counters if self.beat else self.status.counters
-
     async def refresh(self, *, deadline_s: float) -> Status:
         self.status = await self.call(Query(id=self.next_id()), Status, deadline_s=deadline_s)
+        self.counters = self.status.counters
         return self.status
 
     async def aclose(self) -> None:
@@ -117,7 +116,7 @@ class RankLink:
     def _event(self, message: AnyMessage) -> None:
         now = time.monotonic()
         if isinstance(message, Heartbeat):
-            self.beat, self.beat_at = message, now
+            self.beat, self.beat_at, self.counters = message, now, message.counters
             self._on_event(RankBeat(self.member, message, now))
         elif isinstance(message, Resumed):
             self.resumed.put_nowait(message)

@@ -56,7 +56,7 @@ class RankGone(msgspec.Struct, frozen=True):
     witness: str
     """"lifeline" (the kernel handed on the mutex of its main thread), "socket" (end of stream), "pidfd"."""
     process_state: str
-    """One letter of /proc/<pid>/stat, or as `elastic.process` has it: "E" exiting, "X" no such process any more."""
+    """One letter of /proc/<pid>/stat; "X": no such process any more, or exiting."""
     at: float
 
 

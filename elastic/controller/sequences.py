@@ -307,6 +307,8 @@ class Sequences:
                 rec.pause_s[slot] = resumed.pause_s
 
         await asyncio.gather(*(_outcome(one(s)) for s in survivors))
+        # so that the owner sees the counters as they are after the sequence
+        await asyncio.gather(*(_outcome(link.refresh(deadline_s=RESUMED_S)) for link in self._group.links.values()))
 
     def routes(self, draining: Collection[int] = ()) -> tuple[Route, ...]:
         """The ranks of the view, as the gateway is told of them."""

@@ -16,6 +16,7 @@ NIXL and UCX print to stdout and stderr at every failed transfer. What can be qu
 NIXL_LOG_LEVEL in the environment to hear them again.
 """
 
+import contextlib
 import importlib
 import logging
 import os
@@ -209,7 +210,8 @@ class NixlAgent:
             try:
                 handle = agent.initialize_xfer(operation, local, remote, peer, notification)
             except Exception as error:
-                if _is_disconnect(error):
+                # 1.4 forgets a peer by itself when it dies
+                if _is_disconnect(error) or not agent.check_remote_metadata(peer):
                     raise PeerError(peer, "disconnect", doing) from error
                 raise ElasticError(
                     f"nixl agent {self.name!r}: {doing} with peer {peer!r} is refused ({type(error).__name__}); "
@@ -331,7 +333,8 @@ class NixlAgent:
             if transfer.peer == name and not self._check(transfer):
                 transfer._state = _State.LOST_SIGHT
                 transfer.error = PeerError(name, "disconnect", transfer.doing)
-        self._agent.remove_remote_agent(name)
+        with contextlib.suppress(Exception):  # 1.4 may have forgotten it already
+            self._agent.remove_remote_agent(name)
 
     def _nudge(self, peer: str) -> None:
         try:

@@ -102,9 +102,9 @@ class PeerWeights:
         """
         known = {slot for slot, raw in peers.items() if slot in self._peers and self._peers[slot].raw == raw}
         new = [slot for slot in peers if slot != self._slot and slot not in known]
+        endpoints = {slot: self._decode(slot, peers[slot]) for slot in new}
         self.disconnect(new)
-        for slot in new:
-            at = self._decode(slot, peers[slot])
+        for slot, at in endpoints.items():
             self._peers[slot] = _Peer(self._agent.add_peer(at.agent), peers[slot], at)
         silent = self._run({slot: self._greet(slot) for slot in new}, time.monotonic() + deadline_s)
         if silent:

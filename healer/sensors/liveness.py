@@ -5,7 +5,7 @@ from healer.clock import Clock
 from healer.evidence import Evidence, RankRef, Severity, What
 from healer.sensors import Scribe, ref
 
-_WITNESS = {"socket": What.SOCKET_CLOSED, "pidfd": What.PIDFD_FIRED, "proc": What.PROCESS_STATE}
+_WITNESS = {"lifeline": What.LIFELINE_CUT, "socket": What.SOCKET_CLOSED, "pidfd": What.PIDFD_FIRED}
 
 
 class LivenessSensor:

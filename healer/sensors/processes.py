@@ -53,8 +53,8 @@ class ProcessSensor:
         found: list[Evidence] = []
         for rank, member in self._members.items():
             state = self._read(member)
-            before = self._said.get(rank)
-            if state is not None and _class(state) != (None if before is None else _class(before)):
+            # being alive is what is expected of a rank: no news at the first reading
+            if state is not None and _class(state) != _class(self._said.get(rank, "S")):
                 found.append(self._note(rank, state))
         return found
 

@@ -38,8 +38,11 @@ def expected(checkpoint: Path, prompts: list[Tokens]) -> list[Tokens]:
     answers = []
     with torch.inference_mode():
         for prompt in prompts:
+            ids = torch.tensor([prompt])
+            # an explicit mask: otherwise a token that is also the padding id would be hidden
+            mask = torch.ones_like(ids)
             out = model.generate(
-                torch.tensor([prompt]), max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False, pad_token_id=0
+                ids, attention_mask=mask, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False
             )
             answers.append(out[0, len(prompt) :].tolist())
     return answers

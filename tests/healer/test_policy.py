@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,16 @@ def parse(text: str) -> Policy:
     return parse_policy(text, name="p.yaml", base=Path("/base"))
 
 
-def problems(text: str) -> list[str]:
-    with pytest.raises(PolicyError) as caught:
+def refused(text: str) -> tuple[str, ...]:
+    try:
         parse(text)
-    return list(caught.value.problems)
+    except PolicyError as error:
+        return error.problems
+    return ()
+
+
+def problems(text: str) -> list[str]:
+    return list(refused(text))
 
 
 @pytest.mark.parametrize("name", ["default", "demo"])
@@ -80,7 +87,7 @@ def test_all_errors_are_reported_at_once_and_in_order() -> None:
     [
         (
             "  detection: {heartbeatInterval: 300ms}\n",
-            "p.yaml:4:7: spec.detection.stallAfter: 1s is too short, expected at least 5 x heartbeatInterval = 1.5s",
+            "p.yaml:13:3: spec.detection.stallAfter: 1s is too short, expected at least 5 x heartbeatInterval = 1.5s",
         ),
         (
             "  detection: {stallAfter: 400ms}\n",
@@ -110,8 +117,6 @@ def test_all_errors_are_reported_at_once_and_in_order() -> None:
     ],
 )
 def test_values_that_do_not_fit_each_other_are_refused(more: str, problem: str) -> None:
-    if ":4:7:" in problem:  # a default does not fit: reported where the section begins
-        problem = problem.replace(":4:7:", ":13:3:")
     assert problems(POLICY + more) == [problem]
 
 
@@ -168,10 +173,5 @@ _VALUES = st.recursive(
 
 @given(st.dictionaries(_KEYS, _VALUES, max_size=4), st.integers(0, len(POLICY)), st.text(max_size=4))
 def test_no_file_ends_in_a_traceback(data: dict[str, object], cut: int, junk: str) -> None:
-    import json
-
     for text in (json.dumps(data), POLICY[:cut] + junk + POLICY[cut:], POLICY + f"  healing: {json.dumps(data)}\n"):
-        try:
-            parse(text)
-        except PolicyError as error:
-            assert all(p.startswith("p.yaml:") for p in error.problems)
+        assert all(p.startswith("p.yaml:") for p in refused(text))

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
     """Change the tensors of the shard that holds EXPERT; returns the shard."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    shard = folder / index["weight_map"][EXPERT]
+    shard: Path = folder / index["weight_map"][EXPERT]
     tensors = load_file(shard)
     change(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, shard)

@@ -9,6 +9,7 @@ import torch
 
 from elastic.errors import ElasticError, Retryable
 from elastic.rank.nixl_agent import Copy, NixlAgent, PeerError
+from elastic.rank.staging import Staging
 from tests.rank.weight_ranks import WAIT_S, Remote, remotes, serve_memory, until
 
 SIZE = 64 << 20
@@ -100,6 +101,25 @@ def test_a_stopped_peer_is_a_timeout_and_its_late_bytes_are_announced(agent: Nix
     until(lambda: transfer.settled, "the late bytes have landed")
     assert transfer.done
     assert bool((memory == 7).all())
+
+
+def test_memory_of_a_read_that_timed_out_is_lent_again_only_after_its_bytes_have_landed(
+    agent: NixlAgent, source: Remote
+) -> None:
+    staging = Staging(agent, floats=SIZE // 4, words=1)
+    metadata, address = source.answer()
+    peer = agent.add_peer(metadata)
+    with staging.lend() as first:
+        agent.read(peer, _eight_bytes(first.floats, address), deadline_s=WAIT_S)
+        source.signal(signal.SIGSTOP)
+        transfer = agent.start("READ", peer, [Copy(first.floats.data_ptr(), address, SIZE)])
+        first.watch(transfer)
+    with staging.lend() as second:
+        assert second is not first
+    source.signal(signal.SIGCONT)
+    until(lambda: transfer.settled, "the late bytes have landed")
+    with staging.lend() as one, staging.lend() as other:
+        assert {id(one), id(other)} == {id(first), id(second)}
 
 
 def test_a_removed_peer_never_counts_as_settled(agent: NixlAgent, source: Remote) -> None:

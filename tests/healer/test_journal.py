@@ -1,0 +1,159 @@
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.errors import ElasticError
+from healer.journal import Journal, Kind, open_readonly, recent, timeline
+from tests.healer.support import FakeClock
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.db"
+
+
+def test_what_was_flushed_is_there_after_reopening_and_numbers_go_on(path: Path) -> None:
+    journal = Journal.open(path, FakeClock())
+    first = journal.add(Kind.DECISION, {"n": 1}, "inc-1")
+    journal.flush()
+    journal.close()
+    journal = Journal.open(path, FakeClock())
+    assert journal.set_aside is None
+    assert journal.add(Kind.DECISION, {"n": 2}) == first + 1
+    journal.flush()
+    assert [e.body["n"] for e in journal.recent(Kind.DECISION, 10)] == [2, 1]
+    assert journal.entries == 2
+    journal.close()
+
+
+def test_what_was_flushed_survives_a_sigkill_of_the_writer(path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from healer.clock import SystemClock\n"
+        "from healer.journal import Journal, Kind\n"
+        "journal = Journal.open(Path(sys.argv[1]), SystemClock())\n"
+        "for n in range(100): journal.add(Kind.ACTION, {'n': n}); journal.flush()\n"
+        "journal.add(Kind.ACTION, {'n': 'never flushed'})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], check=False, timeout=60)
+    assert done.returncode == -9
+    journal = Journal.open(path, FakeClock())
+    assert journal.set_aside is None
+    assert [e.body["n"] for e in journal.recent(Kind.ACTION, 1000)] == list(range(99, -1, -1))
+    journal.close()
+
+
+@pytest.mark.parametrize("damage", ["text", "header", "truncated", "middle"])
+def test_a_damaged_journal_is_set_aside_whole_and_a_fresh_one_begun(path: Path, damage: str) -> None:
+    journal = Journal.open(path, FakeClock())
+    for n in range(2000):
+        journal.add(Kind.EVIDENCE, {"n": n, "text": "x" * 50}, "inc-1")
+    journal.flush()
+    journal.checkpoint()
+    journal.close()
+    content = path.read_bytes()
+    half = len(content) // 2
+    path.write_bytes(
+        {
+            "text": b"this is no database at all" * 200,
+            "header": os.urandom(100) + content[100:],
+            "truncated": content[:half],
+            "middle": content[:4096] + os.urandom(len(content) - 8192) + content[-4096:],
+        }[damage]
+    )
+    left = path.read_bytes()
+    journal = Journal.open(path, FakeClock())
+    assert journal.set_aside is not None
+    assert journal.set_aside.name.startswith("journal.db.corrupt-2023")
+    assert journal.set_aside.read_bytes() == left, "kept for a human"
+    assert journal.entries == 0
+    assert journal.add(Kind.ACTION, {}) == 1
+    assert journal.flush()
+    journal.close()
+
+
+def test_a_journal_of_a_newer_version_is_refused_and_left_alone(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version=9")
+    connection.close()
+    with pytest.raises(ElasticError, match="schema 9"):
+        Journal.open(path, FakeClock())
+    assert path.exists()
+
+
+def test_a_place_that_cannot_be_written_is_an_error_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "journal.db").mkdir()
+    with pytest.raises(ElasticError, match=r"journal\.db"):
+        Journal.open(tmp_path / "journal.db", FakeClock())
+
+
+def test_entries_wait_in_order_while_the_journal_cannot_be_written(path: Path) -> None:
+    journal = Journal.open(path, FakeClock())
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    journal.add(Kind.ACTION, {"n": 1})
+    assert not journal.flush()
+    assert "locked" in journal.error
+    journal.add(Kind.ACTION, {"n": 2})
+    assert not journal.flush()
+    other.execute("COMMIT")
+    assert journal.flush()
+    assert journal.error == ""
+    assert [e.body["n"] for e in journal.recent(Kind.ACTION, 10)] == [2, 1]
+    other.close()
+    journal.close()
+
+
+def test_an_incident_is_told_with_the_evidence_that_came_before_it(path: Path) -> None:
+    journal = Journal.open(path, FakeClock())
+    unrelated = journal.add(Kind.EVIDENCE, {"n": "other"})
+    early = journal.add(Kind.EVIDENCE, {"n": "early"})
+    journal.add(Kind.VERDICT, {"entries": [early]}, "inc-1")
+    journal.add(Kind.OUTCOME, {"n": "end"}, "inc-1")
+    journal.add(Kind.OUTCOME, {"n": "another"}, "inc-2")
+    journal.flush()
+    seqs = [e.seq for e in journal.timeline("inc-1")]
+    assert seqs == [early, early + 1, early + 2]
+    assert unrelated not in seqs
+    assert journal.timeline("inc-9") == []
+    assert journal.timeline("") == []
+    assert {e.incident for e in journal.incidents(limit=1)} == {"inc-2"}
+    journal.close()
+
+
+def test_history_can_be_read_beside_a_running_daemon_and_never_changes_it(path: Path) -> None:
+    journal = Journal.open(path, FakeClock())
+    journal.add(Kind.DECISION, {"n": 1}, "inc-1")
+    journal.flush()
+    reader = open_readonly(path)
+    assert [e.body["n"] for e in recent(reader, Kind.DECISION, 5)] == [1]
+    assert len(timeline(reader, "inc-1")) == 1
+    with pytest.raises(sqlite3.OperationalError):
+        reader.execute("DELETE FROM entries")
+    reader.close()
+    journal.close()
+
+
+def test_reading_where_there_is_no_journal_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ElasticError, match="healer run"):
+        open_readonly(tmp_path / "journal.db")
+
+
+def test_check_pointing_keeps_the_write_ahead_log_short(path: Path) -> None:
+    journal = Journal.open(path, FakeClock())
+    for n in range(500):
+        journal.add(Kind.EVIDENCE, {"n": n})
+        journal.flush()
+    before = journal.wal_bytes
+    journal.checkpoint()
+    journal.add(Kind.EVIDENCE, {"n": 500})
+    journal.flush()
+    assert 0 < journal.wal_bytes <= before
+    assert journal.entries == 501
+    journal.close()

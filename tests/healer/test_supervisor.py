@@ -1,0 +1,332 @@
+import asyncio
+import contextlib
+import os
+import signal
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from elastic.controller.records import Event, PeerFaultSeen, PhaseBegan, RankGone
+from elastic.errors import ElasticError, Infeasible
+from elastic.view import Member
+from healer.clock import SystemClock
+from healer.evidence import What
+from healer.incidents import IncidentSummary, summarise
+from healer.journal import Journal, Kind, open_readonly, recent
+from healer.policy.load import parse_policy
+from healer.supervisor import Supervisor
+from healer.targets.embedded import EmbeddedTarget
+from tests.healer.scripted import ScriptedExecutor
+from tests.healer.support import POLICY, eventually
+
+FAST = "  detection: {heartbeatInterval: 20ms, stallAfter: 300ms, silentAfter: 3s, processInterval: 200ms}\n"
+RULES = "  healing: {rules: [{name: all, actions: [replace, scale-down, human], maxAttempts: 2, backoff: 50ms}]}\n"
+
+
+class Rig:
+    """A supervisor in this loop over a scripted executor with real processes."""
+
+    def __init__(self, folder: Path, more: str = RULES) -> None:
+        self.policy = parse_policy(POLICY + FAST + more, name="p.yaml", base=folder)
+        self.journal = Journal.open(folder / "journal.db", SystemClock())
+        self.executors: list[ScriptedExecutor] = []
+        self.supervisor = Supervisor(self.policy, self._make, self.journal, SystemClock())
+        self.task: asyncio.Task[None] | None = None
+
+    def _make(self, on_event: Callable[[Event], None]) -> EmbeddedTarget:
+        def make(*args: object) -> ScriptedExecutor:
+            self.executors.append(ScriptedExecutor(self.policy.group(), on_event))
+            return self.executors[-1]
+
+        return EmbeddedTarget(self.policy.group(), on_event, make)  # type: ignore[arg-type]
+
+    @property
+    def executor(self) -> ScriptedExecutor:
+        return self.executors[-1]
+
+    async def start(self) -> None:
+        self.task = asyncio.create_task(self.supervisor.run())
+        await eventually(lambda: self.supervisor.status().state == "ok", "the group is healthy")
+
+    def losses(self) -> list[tuple[str, tuple[int, ...], str]]:
+        return [call for call in self.executor.calls if call[0] != "scale"]
+
+    def incidents(self) -> list[IncidentSummary]:
+        return summarise(self.journal.incidents(limit=50))
+
+    async def healed(self, count: int = 1) -> None:
+        await eventually(
+            lambda: len(self.incidents()) == count and self.supervisor.status().state == "ok", "the group is healed"
+        )
+
+    def kinds(self) -> list[str]:
+        (incident,) = self.incidents()
+        return [entry.kind for entry in self.journal.timeline(incident.id)]
+
+    async def end(self) -> None:
+        self.supervisor.end(stop=False, who="test")
+        if self.task is not None:
+            with contextlib.suppress(ElasticError):
+                await asyncio.wait_for(self.task, 30)
+        self.executor.end()
+        self.journal.close()
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    found = Rig(tmp_path)
+    try:
+        await found.start()
+        yield found
+    finally:
+        await found.end()
+
+
+async def test_a_killed_rank_is_replaced_and_the_whole_story_is_in_the_journal(rig: Rig) -> None:
+    rig.executor.signal(0, signal.SIGKILL)
+    await rig.healed()
+    assert rig.losses() == [("replace", (0,), "process-death")]
+    (incident,) = rig.incidents()
+    assert (incident.causes, incident.slots, incident.outcome) == (("process-death",), (0,), "healed")
+    assert incident.pause_s == pytest.approx(0.012)
+    assert incident.moved_bytes["peer"] == 1000
+    assert incident.coverage_s is not None
+    assert incident.capacity_s is not None
+    kinds = rig.kinds()
+    order = [kinds.index(k) for k in (Kind.EVIDENCE, Kind.VERDICT, Kind.DECISION, Kind.ACTION, Kind.OUTCOME)]
+    assert order == sorted(order)
+
+
+async def test_the_intent_is_on_disk_before_the_target_is_told(rig: Rig, tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def lose(*args: object, **kwargs: object) -> None:
+        with contextlib.closing(open_readonly(tmp_path / "journal.db")) as reader:
+            seen.extend(entry.body["slots"][0] for entry in recent(reader, Kind.ACTION, 5))
+
+    rig.executor.lose = lose  # type: ignore[method-assign]
+    rig.executor.signal(2, signal.SIGKILL)
+    await eventually(lambda: bool(seen), "the target is told")
+    assert seen == [2]
+
+
+async def test_a_death_reaches_the_target_within_the_call_that_reports_it(rig: Rig) -> None:
+    member = rig.executor.status().slots[1].member
+    assert member is not None
+    os.kill(member.pid, signal.SIGKILL)
+    await asyncio.to_thread(os.waitid, os.P_PID, member.pid, os.WEXITED | os.WNOWAIT)
+    rig.supervisor.on_event(RankGone(member, "socket", "Z", time.monotonic()))
+    assert ("replace", (1,), "process-death") in rig.losses()
+
+
+async def test_a_death_reported_by_several_witnesses_is_acted_upon_once(rig: Rig) -> None:
+    member = rig.executor.status().slots[1].member
+    assert member is not None
+    rig.executor.signal(1, signal.SIGKILL)
+    await rig.healed()
+    for witness in ("pidfd", "proc", "socket"):
+        rig.supervisor.on_event(RankGone(member, witness, "X", time.monotonic()))
+    await asyncio.sleep(0)
+    assert len(rig.losses()) == 1
+    assert len(rig.incidents()) == 1
+
+
+async def test_a_stopped_rank_of_an_idle_group_is_replaced(rig: Rig) -> None:
+    rig.executor.signal(3, signal.SIGSTOP)
+    await rig.healed()
+    assert rig.losses() == [("replace", (3,), "stopped")]
+
+
+async def test_a_stop_shorter_than_the_stall_time_changes_nothing(rig: Rig) -> None:
+    rig.executor.signal(3, signal.SIGSTOP)
+    await asyncio.sleep(0.1)
+    rig.executor.signal(3, signal.SIGCONT)
+    await eventually(lambda: rig.supervisor.status().state == "ok", "healthy again")
+    assert rig.losses() == []
+
+
+async def test_two_ranks_killed_at_once_are_one_incident(rig: Rig) -> None:
+    rig.executor.signal(1, signal.SIGKILL)
+    rig.executor.signal(2, signal.SIGKILL)
+    await rig.healed()
+    assert sorted(slot for _, slots, _ in rig.losses() for slot in slots) == [1, 2]
+    assert rig.incidents()[0].slots == (1, 2)
+
+
+async def test_the_same_slot_killed_again_and_again_is_healed_again_and_again(rig: Rig) -> None:
+    for count in range(1, 6):
+        rig.executor.signal(0, signal.SIGKILL)
+        await rig.healed(count)
+    assert [slots for _, slots, _ in rig.losses()] == [(0,)] * 5
+    assert {i.outcome for i in rig.incidents()} == {"healed"}
+
+
+async def test_a_socket_that_closes_under_a_living_process_gets_nobody_killed_at_once(rig: Rig) -> None:
+    member = rig.executor.status().slots[1].member
+    assert member is not None
+    rig.supervisor.on_event(RankGone(member, "socket", "S", time.monotonic()))
+    await asyncio.sleep(0.5)
+    assert rig.losses() == [], "it still beats"
+    assert rig.supervisor.status().state == "degraded"
+
+
+async def test_a_process_that_dies_just_after_its_socket_closed_is_found_without_waiting_for_the_scan(rig: Rig) -> None:
+    member = rig.executor.status().slots[1].member
+    assert member is not None
+    rig.executor._gone = lambda member: None  # type: ignore[method-assign]
+    rig.supervisor.on_event(RankGone(member, "socket", "S", time.monotonic()))
+    rig.executor.signal(1, signal.SIGKILL)
+    await rig.healed()
+    assert rig.losses() == [("replace", (1,), "process-death")]
+
+
+async def test_a_peer_fault_report_of_a_healthy_rank_gets_nobody_killed(rig: Rig) -> None:
+    reporter = rig.executor.status().slots[0].member
+    assert reporter is not None
+    rig.supervisor.on_event(PeerFaultSeen(reporter, 1, "disconnect", "ep", time.monotonic()))
+    assert rig.losses() == []
+    assert "1 other(s) complain" in rig.supervisor.status().why
+
+
+async def test_a_replacement_that_never_starts_is_tried_again_and_then_the_group_shrinks(rig: Rig) -> None:
+    rig.executor.fails_to_boot[2] = 99
+    rig.executor.signal(2, signal.SIGKILL)
+    await rig.healed()
+    (incident,) = rig.incidents()
+    assert incident.outcome == "reduced"
+    assert rig.executor.status().target == (0, 1, 3)
+    assert [c[1] for c in rig.executor.calls if c[0] == "scale"] == [(0, 1, 2, 3), (0, 1, 3)]
+
+
+async def test_a_replacement_that_starts_at_the_second_attempt_leaves_the_group_whole(rig: Rig) -> None:
+    rig.executor.fails_to_boot[2] = 1
+    rig.executor.signal(2, signal.SIGKILL)
+    await rig.healed()
+    assert rig.incidents()[0].outcome == "healed"
+    assert rig.executor.status().live == (0, 1, 2, 3)
+
+
+async def test_an_action_that_the_target_refuses_is_left_to_a_human_and_not_repeated(rig: Rig) -> None:
+    def refuse(target: object, *, reason: str) -> tuple[int, ...]:
+        rig.executor.calls.append(("scale", (), reason))
+        raise Infeasible("3 ranks hold fewer experts than the model has")
+
+    rig.executor.fails_to_boot[2] = 1
+    rig.executor.scale = refuse  # type: ignore[method-assign]
+    rig.executor.signal(2, signal.SIGKILL)
+    await eventually(lambda: any(c[0] == "scale" for c in rig.executor.calls), "the replacement is asked for")
+    await asyncio.sleep(0.5)
+    assert len([c for c in rig.executor.calls if c[0] == "scale"]) == 1
+    assert "needs a human" in rig.supervisor.status().decision
+    refused = [e.body["refused"] for e in rig.journal.recent(Kind.OUTCOME, 10) if "refused" in e.body]
+    assert refused == ["3 ranks hold fewer experts than the model has"]
+
+
+async def test_ranks_that_the_executor_gives_up_itself_are_an_incident_too(rig: Rig) -> None:
+    rig.supervisor.on_event(PhaseBegan("loss", "park", 1, (1,), time.monotonic()))
+    assert rig.incidents()[0].causes == ("executor",)
+    assert rig.losses() == []
+
+
+async def test_silence_while_the_daemon_itself_was_stopped_condemns_nobody(rig: Rig) -> None:
+    time.sleep(1.5)  # noqa: ASYNC251
+    await eventually(
+        lambda: any(e.body["what"] == What.TELEMETRY_LOST for e in rig.journal.recent(Kind.EVIDENCE, 50)),
+        "the daemon notices that it was late",
+    )
+    await eventually(lambda: rig.supervisor.status().state == "ok", "healthy again")
+    assert rig.losses() == []
+    assert rig.incidents() == []
+
+
+async def test_a_healthy_group_is_not_written_about(rig: Rig) -> None:
+    before = rig.journal.entries
+    await asyncio.sleep(1.5)
+    assert rig.journal.entries == before
+
+
+async def test_a_failure_inside_the_daemon_does_not_reach_the_target_and_healing_goes_on(rig: Rig) -> None:
+    nobody = Member(1, 99, 1, 1, "")
+    rig.supervisor.on_event("no event at all")  # type: ignore[arg-type]
+    rig.supervisor.on_event(RankGone(nobody, "no such witness", "Z", time.monotonic()))
+    rig.executor.signal(1, signal.SIGKILL)
+    await rig.healed()
+
+
+async def test_a_journal_that_cannot_be_written_never_stops_healing(rig: Rig, tmp_path: Path) -> None:
+    other = sqlite3.connect(tmp_path / "journal.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    rig.executor.signal(1, signal.SIGKILL)
+    await eventually(lambda: len(rig.losses()) == 1, "the rank is replaced")
+    await eventually(lambda: "journal cannot be written" in rig.supervisor.status().why, "it says so")
+    other.execute("COMMIT")
+    other.close()
+    await rig.healed()
+    assert Kind.ACTION in rig.kinds()
+
+
+async def test_a_dry_run_observes_and_never_acts(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, RULES + "  dryRun: true\n")
+    try:
+        await rig.start()
+        rig.executor.signal(1, signal.SIGKILL)
+        await eventually(lambda: "dry run" in rig.supervisor.status().decision, "it says what it would do")
+        with pytest.raises(Infeasible, match="dryRun"):
+            rig.supervisor.scale(2, who="test")
+        assert rig.executor.calls == []
+    finally:
+        await rig.end()
+
+
+async def test_a_request_to_scale_is_carried_out_within_bounds_only(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, RULES + "  bounds: {minRanks: 2}\n")
+    try:
+        await rig.start()
+        assert rig.supervisor.scale(3, who="test") == (0, 1, 2)
+        for wanted, why in ((1, "below spec.bounds.minRanks 2"), (99, "outside 1..6")):
+            with pytest.raises(Infeasible, match=why):
+                rig.supervisor.scale(wanted, who="test")
+        await eventually(lambda: rig.executor.status().live == (0, 1, 2), "three ranks")
+        assert [e.body["reason"] for e in rig.journal.recent(Kind.DECISION, 3)][-1] == "operator"
+        assert rig.losses() == []
+        assert rig.incidents() == [], "a planned change is no incident"
+    finally:
+        await rig.end()
+
+
+async def test_an_incident_that_was_open_when_the_daemon_died_is_closed_by_its_successor(tmp_path: Path) -> None:
+    first = Rig(tmp_path)
+    await first.start()
+    first.executor._reach = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
+    first.executor.signal(1, signal.SIGKILL)
+    await eventually(lambda: len(first.losses()) == 1, "the loss is handled")
+    await first.end()
+    second = Rig(tmp_path)
+    try:
+        await second.start()
+        assert [(i.id, i.outcome) for i in second.incidents()] == [("inc-1", "healed")]
+    finally:
+        await second.end()
+
+
+async def test_ending_the_daemon_leaves_serving_untouched_and_stopping_ends_it(tmp_path: Path) -> None:
+    for stop in (False, True):
+        rig = Rig(tmp_path)
+        await rig.start()
+        rig.supervisor.end(stop=stop, who="test")
+        assert rig.task is not None
+        await asyncio.wait_for(rig.task, 30)
+        assert (rig.executor.closed, rig.executor.stopped) == (not stop, stop)
+        await rig.end()
+
+
+async def test_a_target_that_cannot_start_ends_the_daemon_with_its_reason(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.executor.start_error = "slot 1 dies at every start: no memory"
+    with pytest.raises(ElasticError, match="no memory"):
+        await asyncio.wait_for(rig.supervisor.run(), 30)
+    assert rig.executor.closed
+    await rig.end()
