@@ -66,10 +66,14 @@ class Deployment:
         if detection:
             self._spec["detection"] = dict(detection)
 
-    def spawn(self) -> subprocess.Popen[bytes]:
-        """Start the daemon and return at once."""
+    def write_policy(self) -> None:
         text = {"apiVersion": "healer/v1", "kind": "Policy", "metadata": {"name": "local"}, "spec": self._spec}
         self.policy.write_text(json.dumps(text, indent=1))  # JSON is YAML
+
+    def spawn(self, *, write: bool = True) -> subprocess.Popen[bytes]:
+        """Start the daemon and return at once; `write` the policy first."""
+        if write:
+            self.write_policy()
         with (self.root / "daemon.log").open("ab") as log:
             self.daemon = subprocess.Popen(
                 [sys.executable, "-m", "healer.cli", "run", "--policy", str(self.policy)],
@@ -97,6 +101,12 @@ class Deployment:
             return await eventually(probe, "live slots equal the target", deadline_s)
         except (SystemError, Retryable) as error:
             raise ElasticError(f"{error}\n{self.log()[-3000:]}") from None
+
+    def kill_daemon(self) -> None:
+        """SIGKILL; the group goes on."""
+        if self.daemon is not None:
+            self.daemon.kill()
+            self.daemon.wait()
 
     def log(self) -> str:
         return (self.root / "daemon.log").read_text()

@@ -3,8 +3,8 @@
 The rules, in order; the first that holds gives the verdict.
 
 Unhealthy, on conclusive evidence:
-1. *process-death*: the kernel says that the process is a zombie, gone or exiting (/proc by pid and start time, a pidfd, or
-   the closed liveness socket with such a state).
+1. *process-death*: the kernel says that the process is a zombie, gone or exiting (/proc by pid and start time, a pidfd, the
+   mutex that its main thread held, or the closed liveness socket with such a state).
 2. *stopped*: state T in /proc, read after the silence was noticed, and silence for `stall_after_s`. A stop shorter than
    that, and a debugger's stop (state t), is not one.
 

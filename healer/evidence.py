@@ -24,11 +24,10 @@ class Severity(StrEnum):
 class What(StrEnum):
     """What was seen; the comment says what `value` holds."""
 
-    LIFELINE_CUT = "lifeline-cut"  # state letter
-    LIFELINE_ENDED = "lifeline-ended"  # state letter of the process: the kernel handed on a mutex of its main thread
+    LIFELINE_CUT = "lifeline-cut"  # state letter of the process: the kernel handed on the mutex of its main thread
     SOCKET_CLOSED = "socket-closed"  # state letter
     PIDFD_FIRED = "pidfd-fired"  # state letter
-    PROCESS_STATE = "process-state"  # state letter of /proc/<pid>/stat; "E": exiting, never to return; "X": gone
+    PROCESS_STATE = "process-state"  # state letter of /proc/<pid>/stat; "X": gone, or exiting and never to return
     BEAT_HEARD = "beat-heard"  # the round it reported: the first beat, or the first after silence
     SILENCE = "silence"  # seconds since the last beat
     TELEMETRY_LOST = "telemetry-lost"  # seconds by which the daemon itself was late

@@ -43,8 +43,11 @@ def summarise(entries: Iterable[Entry]) -> list[IncidentSummary]:
         if entry.kind == Kind.VERDICT and body["verdict"]["health"] == "unhealthy":
             incident.causes = _union(incident.causes, body["verdict"]["cause"])
             incident.slots = tuple(sorted({*incident.slots, body["verdict"]["rank"]["slot"]}))
-        elif entry.kind == Kind.DECISION and body["step"] != "none":
+        elif entry.kind == Kind.DECISION and (body["step"] != "none" or body["reason"] == "executor"):
             incident.sentence = body["sentence"]
+            if body["reason"] == "executor":
+                incident.causes = _union(incident.causes, body["cause"])
+                incident.slots = tuple(sorted({*incident.slots, *body["slots"]}))
         elif entry.kind == Kind.OUTCOME and "report" in body:
             _add_report(incident, body["report"])
         elif entry.kind == Kind.LIFECYCLE and body["event"] == OPENED:

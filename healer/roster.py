@@ -1,6 +1,8 @@
 """Who is live, who was condemned, which replacements failed: the supervisor's picture of the group, from what the target
 reports and what the supervisor itself asked for."""
 
+from collections.abc import Collection
+
 import msgspec
 
 from elastic.controller.records import BootFailed, GroupStatus
@@ -20,6 +22,7 @@ class Roster:
         self._condemned: dict[int, RankRef] = {}  # by slot, the incarnation handed to the target as lost
         self._rules: dict[int, str] = {}  # by condemned slot, the rule by which it is replaced
         self._failed: dict[int, FailedRefill] = {}
+        self._given_up: set[int] = set()  # slots that the target itself declared lost, until they are live again
 
     def refresh(self, group: GroupStatus) -> bool:
         """Take over what the target reports. True when the live ranks are others than before."""
@@ -29,6 +32,7 @@ class Roster:
             if slot in seen and ref(seen[slot]) != rank:
                 del self._condemned[slot]
                 self._rules.pop(slot, None)
+        self._given_up -= set(seen)
         # a slot that is live has been refilled; one that left the target needs no refill
         self._failed = {s: f for s, f in self._failed.items() if s not in seen and s in group.target}
         before = self.live
@@ -36,13 +40,19 @@ class Roster:
         return self.live != before
 
     def condemn(self, rank: RankRef, rule: str) -> None:
-        """The rank is handed to the target as lost, or the target itself gave it up: from the next `refresh` on it is not
+        """The rank is handed to the target as lost: from the next `refresh` on it is not
         judged any more."""
         self._condemned[rank.slot] = rank
         self._rules[rank.slot] = rule
 
-    def is_condemned(self, slot: int) -> bool:
-        return slot in self._condemned
+    def given_up(self, slots: Collection[int]) -> None:
+        """The target itself declared these slots lost; some may have no rank that anybody knows of."""
+        self._given_up |= set(slots)
+        for rank in [rank for rank in self.live if rank.slot in slots]:
+            self.condemn(rank, "")
+
+    def is_lost(self, slot: int) -> bool:
+        return slot in self._condemned or slot in self._given_up
 
     def in_slot(self, slot: int) -> RankRef | None:
         return next((rank for rank in self.live if rank.slot == slot), None)
@@ -73,9 +83,8 @@ class Roster:
 
     @property
     def settled(self) -> bool:
-        """The group is what it should be, and nobody condemned is still in it."""
-        group = self.group
-        return group.live == group.target and not any(slot in group.live for slot in self._condemned)
+        """The group is what it should be, and nobody lost is still in it."""
+        return self.group.live == self.group.target and not any(map(self.is_lost, self.group.live))
 
     def state(self) -> State:
         return State(

@@ -230,12 +230,11 @@ class Supervisor:
             self._judge([])
 
     def _phase(self, event: PhaseBegan) -> None:
-        unknown = tuple(s for s in event.slots if not self._roster.is_condemned(s))
+        unknown = tuple(s for s in event.slots if not self._roster.is_lost(s))
         if event.kind != "loss" or not unknown:
             return
         self._refresh()
-        for rank in filter(None, map(self._roster.in_slot, unknown)):
-            self._roster.condemn(rank, "")
+        self._roster.given_up(unknown)
         self._open(Cause.EXECUTOR, unknown, event.at)
         decision = Decision(
             step=Step.NONE,
@@ -303,9 +302,9 @@ class Supervisor:
         now = self._clock.monotonic()
         live = tuple(self._roster.live)
         verdicts = {v.rank: v for v in diagnose(self._dossier.standing(), live, self._limits, now)}
-        changed = [
-            v for v in verdicts.values() if v.key != (self._verdicts[v.rank].key if v.rank in self._verdicts else None)
-        ]
+        before = {rank: v.key for rank, v in self._verdicts.items()}
+        # not to have been heard yet is how every rank begins
+        changed = [v for v in verdicts.values() if v.key != before.get(v.rank, (v.rank, Health.UNKNOWN, Cause.UNHEARD))]
         self._verdicts = verdicts
         sick = [v for v in verdicts.values() if v.health == Health.UNHEALTHY]
         if sick and self._casebook.current is None:

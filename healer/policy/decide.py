@@ -214,29 +214,30 @@ def _dry(decision: Decision) -> Decision:
 
 
 def _nothing(verdicts: Collection[Verdict], state: State) -> Decision:
-    doubts = tuple(v for v in verdicts if v.health == Health.UNKNOWN)
-    slots = tuple(v.rank.slot for v in doubts)
+    lost = tuple(v for v in verdicts if v.cause == Cause.TELEMETRY_LOST)
+    suspected = tuple(v for v in verdicts if v.cause == Cause.SUSPECTED)
+    healthy, wanted = sum(v.health == Health.HEALTHY for v in verdicts), len(state.target)
+    because: tuple[Verdict, ...] = ()
     if not verdicts:
         reason, text = Reason.STARTING, "no rank is live yet"
-    elif any(v.cause == Cause.TELEMETRY_LOST for v in doubts):
-        reason, text = Reason.TELEMETRY_LOST, "the daemon itself was late, so silence means nothing"
-    elif any(v.cause == Cause.SUSPECTED for v in doubts):
-        reason = Reason.SUSPICION
-        text = "; ".join(v.sentence for v in doubts if v.cause == Cause.SUSPECTED)
-    elif doubts:
-        reason, text = Reason.STARTING, f"{_slots(slots)} not heard yet"
-    elif state.sequence or len(state.live) != len(state.target):
-        reason, text = Reason.IN_PROGRESS, f"{len(state.live)} of {len(state.target)} ranks are live and healthy"
+    elif lost:
+        reason, because = Reason.TELEMETRY_LOST, lost
+        text = "the daemon itself was late, so silence means nothing"
+    elif suspected:
+        reason, because = Reason.SUSPICION, suspected
+        text = "; ".join(v.sentence for v in suspected)
+    elif state.sequence or healthy < len(verdicts) or len(verdicts) != wanted:
+        reason, text = Reason.IN_PROGRESS, f"{healthy} of {wanted} ranks are live and healthy"
     else:
-        reason, text = Reason.ALL_HEALTHY, f"all {len(state.live)} ranks are healthy"
+        reason, text = Reason.ALL_HEALTHY, f"all {healthy} ranks are healthy"
     return Decision(
         step=Step.NONE,
         reason=reason,
-        slots=slots,
+        slots=tuple(v.rank.slot for v in because),
         cause=Cause.NONE,
         rule="",
         sentence=f"did nothing: {text}",
-        verdicts=doubts,
+        verdicts=because,
     )
 
 

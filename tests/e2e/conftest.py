@@ -1,5 +1,6 @@
 """One small random checkpoint for the session, and transformers' own greedy answers on it."""
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,17 @@ def expected(checkpoint: Path, prompts: list[Tokens]) -> list[Tokens]:
             )
             answers.append(out[0, len(prompt) :].tolist())
     return answers
+
+
+@pytest.fixture(scope="module")
+def whole_group(checkpoint: Path) -> Iterator[Deployment]:
+    """One running group for tests that change nothing."""
+    made = Deployment(checkpoint)
+    try:
+        asyncio.run(made.start())
+        yield made
+    finally:
+        made.end()
 
 
 @pytest.fixture

@@ -158,6 +158,17 @@ def test_a_killed_rank_shows_in_history_decisions_status_and_metrics(daemon: Dae
         assert re.search(line, metrics), line
 
 
+def test_a_daemon_that_was_stopped_for_longer_than_the_stall_time_condemns_nobody(daemon: Daemon) -> None:
+    before = len(daemon.get("/history").json())
+    assert daemon.process is not None
+    daemon.process.send_signal(signal.SIGSTOP)
+    time.sleep(1.0)
+    daemon.process.send_signal(signal.SIGCONT)
+    wait(lambda: 'what="telemetry-lost"' in daemon.get("/metrics").text, "it notices that it was late")
+    wait(daemon.is_ok, "healthy again")
+    assert len(daemon.get("/history").json()) == before
+
+
 @pytest.mark.parametrize(
     ("body", "status", "why"),
     [

@@ -86,6 +86,12 @@ def test_a_cause_without_a_rule_is_left_to_a_human() -> None:
     assert not decision.acts
 
 
+def test_a_rank_that_was_not_heard_yet_is_waited_for() -> None:
+    (decision,) = decide(policy(), (*ALL[:3], verdict(3, Health.UNKNOWN, Cause.UNHEARD)), state(), 0.0)
+    assert (decision.step, decision.reason) == (Step.NONE, Reason.IN_PROGRESS)
+    assert decision.sentence == "did nothing: 3 of 4 ranks are live and healthy"
+
+
 def test_unknown_is_never_acted_upon() -> None:
     doubt = verdict(1, Health.UNKNOWN, Cause.SUSPECTED)
     assert one(decide(policy(), (*ALL[:1], doubt), state(), 0.0)) == (Step.NONE, Reason.SUSPICION, (1,))

@@ -39,6 +39,12 @@ def test_a_rank_that_is_exiting_when_its_socket_closes_is_condemned_by_the_next_
     assert verdicts[2].since == 99.0, "the fault was detected when the socket closed"
 
 
+def test_a_lifeline_that_is_cut_is_conclusive() -> None:
+    verdicts = judge(Notes()(2, What.LIFELINE_CUT, "X"))
+    assert sick(verdicts) == {2: Cause.PROCESS_DEATH}
+    assert verdicts[2].sentence == "rank 2.0 is dead: lifeline-cut (X)"
+
+
 def test_a_pidfd_that_fires_is_conclusive() -> None:
     assert sick(judge(Notes()(1, What.PIDFD_FIRED, "S"))) == {1: Cause.PROCESS_DEATH}
 

@@ -127,7 +127,7 @@ async def test_a_death_reported_by_several_witnesses_is_acted_upon_once(rig: Rig
     assert member is not None
     rig.executor.signal(1, signal.SIGKILL)
     await rig.healed()
-    for witness in ("pidfd", "proc", "socket"):
+    for witness in ("pidfd", "lifeline", "socket"):
         rig.supervisor.on_event(RankGone(member, witness, "X", time.monotonic()))
     await asyncio.sleep(0)
     assert len(rig.losses()) == 1
@@ -226,9 +226,21 @@ async def test_an_action_that_the_target_refuses_is_left_to_a_human_and_not_repe
 
 
 async def test_ranks_that_the_executor_gives_up_itself_are_an_incident_too(rig: Rig) -> None:
-    rig.supervisor.on_event(PhaseBegan("loss", "park", 1, (1,), time.monotonic()))
-    assert rig.incidents()[0].causes == ("executor",)
+    for phase in ("park", "commit", "resume"):
+        rig.supervisor.on_event(PhaseBegan("loss", phase, 1, (1,), time.monotonic()))
+    (incident,) = rig.incidents()
+    assert (incident.causes, incident.slots, incident.outcome) == (("executor",), (1,), "open")
+    assert rig.kinds().count(Kind.DECISION) == 1, "said once, not for every phase"
     assert rig.losses() == []
+
+
+async def test_ranks_that_the_executor_gives_up_during_an_incident_belong_to_it(rig: Rig) -> None:
+    rig.executor._reach = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
+    rig.executor.signal(2, signal.SIGKILL)
+    await eventually(lambda: len(rig.losses()) == 1, "the loss is handled")
+    rig.supervisor.on_event(PhaseBegan("loss", "park", 1, (0,), time.monotonic()))
+    (incident,) = rig.incidents()
+    assert (incident.causes, incident.slots) == (("process-death", "executor"), (0, 2))
 
 
 async def test_silence_while_the_daemon_itself_was_stopped_condemns_nobody(rig: Rig) -> None:

@@ -1,0 +1,125 @@
+"""The daemon may die at any time: serving goes on, and the next daemon takes the running group over."""
+
+import asyncio
+import signal
+
+import pytest
+
+from elastic.client import Tokens, Traffic
+from healer.deployment import Deployment, eventually
+from tests.e2e.harness import assert_same, members, send
+
+ANSWER = 64
+
+
+async def test_serving_goes_on_without_the_daemon_and_the_next_one_restarts_nothing(
+    deployment: Deployment, prompts: list[Tokens], expected: list[Tokens]
+) -> None:
+    await deployment.start()
+    processes, gateway = members(deployment), deployment.gateway()
+    traffic = Traffic(gateway, prompts, ANSWER)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(traffic.run())
+        await traffic.reached(100)
+        deployment.kill_daemon()
+        await traffic.reached(600)
+        deployment.spawn()
+    assert_same(traffic.answers, expected)
+    await deployment.settled()
+    assert members(deployment) == processes
+    assert deployment.gateway() == gateway
+    # and it heals as before
+    send(deployment, [2], signal.SIGKILL)
+    assert_same(await Traffic(gateway, prompts, ANSWER).run(), expected)
+    await deployment.settled()
+
+
+async def test_a_rank_that_dies_while_no_daemon_watches_is_healed_by_the_next_daemon(
+    deployment: Deployment, prompts: list[Tokens], expected: list[Tokens]
+) -> None:
+    await deployment.start()
+    processes = members(deployment)
+    traffic = Traffic(deployment.gateway(), prompts, ANSWER)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(traffic.run())
+        await traffic.reached(100)
+        deployment.kill_daemon()
+        send(deployment, [0], signal.SIGKILL)
+        deployment.spawn()
+    assert_same(traffic.answers, expected)
+    await deployment.settled()
+    now = members(deployment)
+    assert now[0] != processes[0]
+    assert {s: now[s] for s in (1, 2, 3)} == {s: processes[s] for s in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.005, 0.01, 0.02, 0.05])
+async def test_a_daemon_that_dies_in_the_middle_of_healing_is_finished_by_the_next(
+    deployment: Deployment, prompts: list[Tokens], expected: list[Tokens], delay_s: float
+) -> None:
+    """The delays fall before, into and behind the loss sequence, which takes about 20 ms; wherever the daemon dies, the
+    outcome is the same."""
+    await deployment.start()
+    processes = members(deployment)
+    traffic = Traffic(deployment.gateway(), prompts, ANSWER)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(traffic.run())
+        await traffic.reached(100)
+        send(deployment, [1], signal.SIGKILL)
+        await asyncio.sleep(delay_s)
+        deployment.kill_daemon()
+        deployment.spawn()
+    assert_same(traffic.answers, expected)
+    await deployment.settled()
+    now = members(deployment)
+    assert now[1] != processes[1]
+    assert {s: now[s] for s in (0, 2, 3)} == {s: processes[s] for s in (0, 2, 3)}
+
+
+async def test_a_daemon_that_dies_while_a_replacement_boots(
+    deployment: Deployment, prompts: list[Tokens], expected: list[Tokens]
+) -> None:
+    await deployment.start()
+    processes = members(deployment)
+    send(deployment, [3], signal.SIGKILL)
+
+    async def boots() -> bool | None:
+        now = members(deployment)
+        return True if 3 in now and now[3] != processes[3] else None
+
+    await eventually(boots, "the replacement has a process", 30)
+    deployment.kill_daemon()
+    deployment.spawn()
+    await deployment.settled()
+    assert_same(await Traffic(deployment.gateway(), prompts, ANSWER).run(), expected)
+    running = [p for p in deployment.processes() if "elastic.rank" in p.cmdline()]
+    assert len(running) == 4, "an orphan of the first boot is left"
+
+
+async def test_a_second_daemon_is_refused_and_changes_nothing(deployment: Deployment) -> None:
+    await deployment.start()
+    processes, first = members(deployment), deployment.daemon
+    second = deployment.spawn()
+    assert await asyncio.to_thread(second.wait, 30) == 1
+    deployment.daemon = first
+    assert "another" in deployment.log()
+    await deployment.settled()
+    assert members(deployment) == processes
+
+
+async def test_the_daemon_ends_on_sigterm_and_leaves_serving_alone(
+    deployment: Deployment, prompts: list[Tokens], expected: list[Tokens]
+) -> None:
+    await deployment.start()
+    processes = members(deployment)
+    traffic = Traffic(deployment.gateway(), prompts, ANSWER)
+    assert deployment.daemon is not None
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(traffic.run())
+        await traffic.reached(100)
+        deployment.daemon.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(deployment.daemon.wait, 30) == 0
+    assert_same(traffic.answers, expected)
+    deployment.spawn()
+    await deployment.settled()
+    assert members(deployment) == processes
