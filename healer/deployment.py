@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,12 @@ from elastic.errors import ElasticError, Retryable
 T = TypeVar("T")
 
 POLL_S = 0.02
+END_DEADLINE_S = 10.0
+TEMP_LIMIT = 45
+"""Characters of the directory for temporary files: a Unix socket's path holds 107 bytes, run directories keep to 70."""
+
+Progress = Callable[[dict[str, Any]], None]
+"""Called with the group's status each time that it was asked."""
 
 
 async def eventually(probe: Callable[[], Awaitable[T | None]], what: str, deadline_s: float) -> T:
@@ -48,8 +53,8 @@ class Deployment:
         detection: Mapping[str, Any] | None = None,
         spec: Mapping[str, Any] | None = None,
     ) -> None:
-        # short: a Unix socket's path holds 107 bytes
-        self.root = Path(tempfile.mkdtemp(prefix="healer-"))
+        place = tempfile.gettempdir()
+        self.root = Path(tempfile.mkdtemp(prefix="healer-", dir=place if len(place) <= TEMP_LIMIT else "/tmp"))
         self.run_dir, self.policy = self.root / "run", self.root / "policy.yaml"
         self.daemon: subprocess.Popen[bytes] | None = None
         self._target = {
@@ -80,27 +85,48 @@ class Deployment:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                # Ctrl-C in a terminal is for the owner, who ends all in order
+                start_new_session=True,
             )
         return self.daemon
 
-    async def start(self, deadline_s: float = 120.0) -> None:
-        """Start the daemon and wait until the group serves. Raises ElasticError with the daemon's log."""
+    async def start(self, deadline_s: float = 120.0, progress: Progress | None = None) -> dict[str, Any]:
+        """Start the daemon and wait until the group serves; returns its status. Raises ElasticError as `settled`."""
         self.spawn()
-        await self.settled(deadline_s)
+        return await self.settled(deadline_s, progress)
 
-    async def settled(self, deadline_s: float = 60.0) -> dict[str, Any]:
-        """Wait until every target slot is live and no sequence runs; returns the group's status."""
+    async def settled(self, deadline_s: float = 60.0, progress: Progress | None = None) -> dict[str, Any]:
+        """Wait until every target slot is live and no sequence runs; returns the group's status. Raises ElasticError with
+        the last words of a daemon that ended, or what is still open at the deadline."""
 
         async def probe() -> dict[str, Any] | None:
+            nonlocal why
             if self.daemon is not None and self.daemon.poll() is not None:
-                raise SystemError(f"the daemon ended with exit code {self.daemon.returncode}")
-            group: dict[str, Any] = (await self.get("/status"))["group"]
+                raise _Ended(f"the daemon ended with exit code {self.daemon.returncode}: {self._last_words()}")
+            status = await self.get("/status")
+            why, group = status["why"], status["group"]
+            if progress is not None:
+                progress(group)
             return group if group["live"] and group["live"] == group["target"] and not group["sequence"] else None
 
+        why = ""
         try:
-            return await eventually(probe, "live slots equal the target", deadline_s)
-        except (SystemError, Retryable) as error:
-            raise ElasticError(f"{error}\n{self.log()[-3000:]}") from None
+            return await eventually(probe, "every slot of the target is live", deadline_s)
+        except _Ended as error:
+            raise ElasticError(str(error)) from None
+        except Retryable as error:
+            raise ElasticError(f"{error}; {why}" if why else str(error)) from None
+
+    async def stop(self, deadline_s: float = 30.0) -> None:
+        """Ask the daemon to end serving and itself. Raises ElasticError when it refuses or does not end in time."""
+        answer = await self.post("/stop", {})
+        if answer.is_error:
+            raise ElasticError(f"the daemon refused to stop: {answer.text}")
+
+        async def ended() -> bool | None:
+            return True if self.daemon is None or self.daemon.poll() is not None else None
+
+        await eventually(ended, "the daemon has ended", deadline_s)
 
     def kill_daemon(self) -> None:
         """SIGKILL; the group goes on."""
@@ -118,11 +144,11 @@ class Deployment:
         return str(json.loads((self.run_dir / "gateway.json").read_text())["http"])
 
     async def get(self, path: str) -> Any:
-        async with httpx.AsyncClient() as client:
+        async with _client() as client:
             return (await client.get(self.api() + path, timeout=10)).raise_for_status().json()
 
     async def post(self, path: str, body: Any) -> httpx.Response:
-        async with httpx.AsyncClient() as client:
+        async with _client() as client:
             return await client.post(self.api() + path, json=body, timeout=30)
 
     async def counters(self) -> dict[int, dict[str, int]]:
@@ -135,21 +161,44 @@ class Deployment:
         found = []
         for each in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                mine = any(str(self.root) in argument for argument in each.cmdline())
-                if mine and each.status() != psutil.STATUS_ZOMBIE:
+                if self._owns(each.cmdline()) and each.status() != psutil.STATUS_ZOMBIE:
                     found.append(each)
         return found
 
     def end(self, *, keep: bool = False) -> None:
-        """End whatever is left, and remove its files unless `keep`."""
+        """End whatever is left, and remove its files; with `keep` logs, journal and policy stay. Never raises."""
         if self.daemon is not None:
-            if self.daemon.poll() is None:
-                self.daemon.send_signal(signal.SIGKILL)
+            # first, since it would start others anew
+            self.daemon.kill()
             self.daemon.wait()
-        for each in self.processes():
-            with contextlib.suppress(psutil.Error):
-                each.kill()
+        deadline = time.monotonic() + END_DEADLINE_S
+        while (left := self.processes()) and time.monotonic() < deadline:
+            for each in left:
+                with contextlib.suppress(psutil.Error):
+                    each.kill()
+            time.sleep(POLL_S)
+        for tier in Path("/dev/shm").glob(f"elastic-tier-*{self.root.name}*"):
+            with contextlib.suppress(OSError):
+                tier.unlink()
         if not keep:
             shutil.rmtree(self.root, ignore_errors=True)
-            for tier in Path("/dev/shm").glob(f"elastic-tier-*{self.root.name}*"):
-                tier.unlink(missing_ok=True)
+
+    def _owns(self, line: list[str]) -> bool:
+        """Of one of this project's modules, and named by an argument: not whoever reads a log in there."""
+        module = line[line.index("-m") + 1] if "-m" in line[:-1] else ""
+        ours = module.partition(".")[0] in ("chaos", "elastic", "healer")
+        return ours and any(self.root.name in argument for argument in line)
+
+    def _last_words(self) -> str:
+        lines = [line for line in self.log().splitlines() if line.strip()]
+        said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return (said or lines or ["it left no word"])[-1][:500]
+
+
+class _Ended(Exception):
+    """The daemon is gone: no use to ask again."""
+
+
+def _client() -> httpx.AsyncClient:
+    # no proxy for this machine, and no CA bundle, which takes 15 ms to load each time
+    return httpx.AsyncClient(trust_env=False, verify=False)

@@ -1,17 +1,33 @@
 """Finding a running group again: who is there, and which view they last agreed on. The ranks are the truth."""
 
+import asyncio
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from elastic.config import GroupConfig
 from elastic.controller.link import RankLink
 from elastic.controller.records import Event
-from elastic.controller.state import GroupState
+from elastic.controller.state import GatewayProcess, GroupState
 from elastic.errors import ElasticError
 from elastic.launch.base import Launched, Launcher
+from elastic.paths import config_path, gateway_path, read_config, read_json
 from elastic.view import View
 
 ANSWER_S = 5.0
+
+FIXED = (
+    "name",
+    "checkpoint",
+    "max_ranks",
+    "slots_per_rank",
+    "max_tokens",
+    "max_seqs",
+    "max_model_len",
+    "capture_sizes",
+    "ep_backend",
+)
+"""What a running group cannot change."""
 
 _SOCKET = re.compile(r"rank-(\d+)\.(\d+)\.sock")
 
@@ -22,27 +38,42 @@ async def find_members(
     """Connect to every rank that answers, by the sockets in the run directory; usually one a slot. Processes of this
     group that do not answer are ended: half-booted, stopped, or of a slot that was given up. Sockets of the dead are
     removed."""
-    found: dict[int, list[RankLink]] = {}
-    answered: set[int] = set()
-    for path in sorted(config.root.glob("rank-*.sock")):
-        if (match := _SOCKET.fullmatch(path.name)) is None:
-            continue
-        slot, incarnation = int(match[1]), int(match[2])
+
+    async def ask(path: Path, slot: int, incarnation: int) -> RankLink | None:
         try:
-            link = await RankLink.open(slot, incarnation, str(path), config.name, on_event, deadline_s=ANSWER_S)
+            return await RankLink.open(slot, incarnation, str(path), config.name, on_event, deadline_s=ANSWER_S)
         except ElasticError:
             path.unlink(missing_ok=True)
-            continue
-        found.setdefault(slot, []).append(link)
-        answered.add(link.member.pid)
-    known_gateway = _gateway_pid(config)
-    for stray in launcher.strays():
-        if stray.pid not in answered and stray.pid != known_gateway:
+            return None
+
+    sockets = [(path, m) for path in config.root.glob("rank-*.sock") if (m := _SOCKET.fullmatch(path.name))]
+    links = await asyncio.gather(*(ask(path, int(match[1]), int(match[2])) for path, match in sockets))
+    found: dict[int, list[RankLink]] = {}
+    for link in links:
+        if link is not None:
+            found.setdefault(link.member.slot, []).append(link)
+    keep = {link.member.pid for link in links if link is not None} | {gateway_pid(config)}
+    known = [Launched(m.pid, m.pid_start) for m in state.members] if state else []
+    for stray in {*launcher.strays(), *known}:
+        if stray.pid not in keep:
             launcher.end(stray)
-    for member in state.members if state else ():
-        if member.pid not in answered:
-            launcher.end(Launched(member.pid, member.pid_start))
     return found
+
+
+def refuse_other_shape(config: GroupConfig) -> None:
+    """Raise ElasticError where the running group was started with sizes that this configuration contradicts: buffers and
+    graphs are sized once."""
+    running = read_config(config_path(config.root))
+    different = [
+        f"{name} {getattr(running, name)!r} (now {getattr(config, name)!r})"
+        for name in FIXED
+        if getattr(running, name) != getattr(config, name)
+    ]
+    if different:
+        raise ElasticError(
+            f"{config.run_dir}: a group runs here that was started with {', '.join(different)}; "
+            "stop it first (healer stop) or restore these values"
+        )
 
 
 def view_of(found: dict[int, list[RankLink]]) -> tuple[dict[int, RankLink], View | None, list[RankLink]]:
@@ -59,10 +90,8 @@ def view_of(found: dict[int, list[RankLink]]) -> tuple[dict[int, RankLink], View
     return chosen, newest, strays
 
 
-def _gateway_pid(config: GroupConfig) -> int:
-    from elastic.controller.state import GatewayProcess
-    from elastic.paths import gateway_path, read_json
-
+def gateway_pid(config: GroupConfig) -> int:
+    """0 where no gateway was ever started."""
     try:
         return read_json(gateway_path(config.root), GatewayProcess).pid
     except ElasticError:

@@ -8,18 +8,18 @@ from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any
 
 from elastic.config import GroupConfig, read_model_shape
-from elastic.controller.adoption import find_members, view_of
+from elastic.controller.adoption import find_members, refuse_other_shape, view_of
 from elastic.controller.boots import Boots
 from elastic.controller.gateway import GatewayLink
 from elastic.controller.group import Group, Unresponsive
 from elastic.controller.link import RankLink
-from elastic.controller.records import BootFailed, Event, GroupStatus, RankGone, SlotState, SlotStatus
+from elastic.controller.records import BootFailed, Event, GroupStatus, RankBeat, RankGone, SlotState, SlotStatus
 from elastic.controller.sequences import Sequences
 from elastic.controller.state import ControllerLock, GroupState, launched, load_state, save_state
 from elastic.errors import ElasticError, Infeasible, Retryable
 from elastic.launch.base import Launched, Launcher
 from elastic.launch.local import LocalLauncher
-from elastic.paths import config_path, socket_path, write_json
+from elastic.paths import config_path, socket_path, tier_path, write_json
 from elastic.placement import HOLE, losses_survivable
 from elastic.protocol import Counters
 from elastic.view import Member
@@ -70,7 +70,7 @@ class Executor:
         gateway where none runs. Returns a sentence: what was found, what was done. Raises ElasticError (bad checkpoint,
         ranks that die at start, another controller holds the group); nothing is left running by a failed form."""
         self.config.validate(self._group.model)
-        self.config.root.mkdir(parents=True, exist_ok=True)
+        self.config.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock.acquire()
         try:
             state = load_state(self.config)
@@ -79,6 +79,7 @@ class Executor:
                 self._group.epoch = state.epoch
             found = await find_members(self.config, state, self._launcher, self._event)
             if found:
+                refuse_other_shape(self.config)
                 return await self._adopt(found, state)
             return await self._form()
         except BaseException:
@@ -167,7 +168,7 @@ class Executor:
         self._lock.release()
 
     async def stop(self) -> None:
-        """End the group: gateway and every rank, by pid and start time."""
+        """End the group: gateway and every rank, by pid and start time. The host-memory tier goes too."""
         await self._end_loop()
         await self._boots.cancel(range(self.config.max_ranks))
         await self._gateway.stop()
@@ -175,6 +176,7 @@ class Executor:
             await link.aclose()
         for found in self._launcher.strays():
             self._launcher.end(found)
+        tier_path(self.config.root).unlink(missing_ok=True)
         self._group.links.clear()
         self._group.view = None
         self._known.clear()
@@ -351,8 +353,15 @@ class Executor:
             # at the first start a rank that cannot come up is a mistake to report, not a fault to heal
             self._boots.quarantined[event.slot] = event.why
         self._on_event(event)
-        if isinstance(event, RankGone):
+        if isinstance(event, RankBeat) and event.beat.phase == "parked" and self._serves(event.member):
+            # it masked a peer by itself and stands; only a full commit makes the masks agree again
+            self._group.unsettled = True
             self._wake.set()
+
+    def _serves(self, member: Member) -> bool:
+        """Whether this rank should be running rounds now. A beat that comes after the answer to Resume is newer than it."""
+        group = self._group
+        return self._running is None and not group.parked and not group.unsettled and member.slot in group.links
 
     def _words(self, member: Member) -> str:
         return self._launcher.last_words(f"rank-{member.slot}.{member.incarnation}")

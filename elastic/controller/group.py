@@ -1,6 +1,7 @@
 """The controller's picture of one group: the slots, who holds them, the view, and the commands sent to many ranks at once."""
 
 import asyncio
+import time
 from collections.abc import Collection, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -110,13 +111,16 @@ class Group:
         beats = await self.each({s: self.links[s].refresh(deadline_s=deadline_s) for s in self.live})
         idle = all(self.links[s].beat is not None and self.links[s].beat.idle for s in self.live)  # type: ignore[union-attr]
         at = max(b.round for b in beats.values()) + (0 if idle else BUSY_LEAD)
+        until = time.monotonic() + deadline_s
         while True:
             answers = await self.each({s: self._stop_at(s, at) for s in self.live})
             late = [a.round for a in answers.values() if isinstance(a, Late)]
             if not late:
                 self.parked = {s: a for s, a in answers.items() if isinstance(a, Parked)}
                 return
-            at = max(late) + 1
+            if time.monotonic() > until:
+                raise Retryable(f"no common round to stop before within {deadline_s:g} s; the last was {at}")
+            at = max(late) + BUSY_LEAD
 
     async def _stop_at(self, slot: int, round_: int) -> Parked | Late:
         link = self.links[slot]

@@ -90,7 +90,8 @@ class Sequences:
             self._view_changed()
             rec.end("committed", f"survivors stay parked until a rank joins: {no}", survivors)
             return
-        await self._commit(rec, survivors, plan, moves_by_slot(plan.fills, plan.overwrites), phase="cover")
+        moves = moves_by_slot(plan.fills, plan.overwrites)
+        await self._commit(rec, self._next_view(survivors, plan), moves, phase="cover")
         rec.end("committed", f"serving on {list(survivors)}", survivors)
 
     async def _abort(self, slot: int, lost: Collection[int]) -> Parked:
@@ -130,11 +131,12 @@ class Sequences:
             return
         with rec.phase("park"):
             await group.stop()
+        view = self._next_view(everyone, plan)
         # from here on the joiners are members: whatever interrupts the commit treats them as survivors
         for slot in slots:
             group.links[slot] = self._boots.take(slot)
         leftover = moves_by_slot(plan.overwrites) if parked else {}
-        await self._commit(rec, everyone, plan, leftover, phase="commit", survivors=present)
+        await self._commit(rec, view, leftover, phase="commit", survivors=present)
         rec.end("committed", f"serving on {list(everyone)}", everyone)
 
     async def _plan_join(self, present: Collection[int], everyone: Collection[int]) -> Plan:
@@ -232,11 +234,12 @@ class Sequences:
                 rec.loaded(slot, prepared.loaded)
         with rec.phase("park"):
             await group.stop()
+        view = self._next_view(staying, plan)
         leavers = {s: group.links.pop(s) for s in slots}
         for slot in slots:
             group.parked.pop(slot, None)
         try:
-            await self._commit(rec, staying, plan, {}, phase="commit", survivors=staying)
+            await self._commit(rec, view, {}, phase="commit", survivors=staying)
         finally:
             await asyncio.shield(self._dismiss(leavers))
         rec.end("committed", f"serving on {list(staying)}", staying)
@@ -268,23 +271,25 @@ class Sequences:
             await group.resume()
         group.epoch += 1
 
+    def _next_view(self, live: tuple[int, ...], plan: Plan) -> View:
+        """Raises ElasticError, before anything is changed, for a plan that leaves an expert without a live copy."""
+        view = View(self._group.epoch, live, plan.target.only(live))
+        if missing := view.placement.uncovered(live):
+            raise ElasticError(
+                f"epoch {view.epoch}: refused to commit a view without {len(missing)} (layer, expert) pairs"
+            )
+        return view
+
     async def _commit(
         self,
         rec: Recorder,
-        live: tuple[int, ...],
-        plan: Plan,
+        view: View,
         moves: dict[int, tuple[Move, ...]],
         *,
         phase: str,
         survivors: Collection[int] | None = None,
     ) -> None:
         group = self._group
-        view = View(group.epoch, live, plan.target.only(live))
-        missing = view.placement.uncovered(live)
-        if missing:
-            raise ElasticError(
-                f"epoch {group.epoch}: refused to commit a view without {len(missing)} (layer, expert) pairs"
-            )
         group.view = view
         self._view_changed()
         start = time.monotonic()
@@ -297,7 +302,7 @@ class Sequences:
         with rec.phase("resume"):
             await group.resume()
             await self._gateway.route(group.epoch, self.routes())
-            await self._first_steps(rec, live if survivors is None else survivors)
+            await self._first_steps(rec, view.live if survivors is None else survivors)
 
     async def _first_steps(self, rec: Recorder, survivors: Collection[int]) -> None:
         async def one(slot: int) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import traceback
 
 import torch
 
@@ -57,14 +58,17 @@ def serve(config: GroupConfig, slot: int, incarnation: int, address: str) -> Non
     agents.append(Agent(config, slot, incarnation, address, path, gate, engine, ep, weights, membership))
     agents[0].start()
     print(f"rank {slot}.{incarnation} listens, pid {os.getpid()}", flush=True)
+    code = 0
     try:
         engine.run()
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(address)
-    # daemon threads and NIXL's own may hang at interpreter exit; the peers have disconnected, nothing is left to save
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    with contextlib.suppress(OSError):
+        os.unlink(address)
+    # threads of NIXL may hang at interpreter exit, and a rank that has stopped must be gone at once
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def _lifeline() -> Lifeline | None:
