@@ -3,6 +3,7 @@
 Exit codes: 0 done; 1 refused, nothing was sent; 2 wrong usage; 3 sent, but the process shows no effect in time.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
@@ -29,40 +30,66 @@ RunDir = Annotated[
     Path, typer.Option("--run-dir", envvar="HEALER_RUN_DIR", help="The group's run directory.", show_default=True)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Armed = Annotated[
+    bool,
+    typer.Option(
+        "--armed", help="Get ready, say so on standard error, and send when a line (Enter) comes on standard input."
+    ),
+]
 Deadline = Annotated[float, typer.Option(min=0.0, help="Seconds to wait until the process shows the effect.")]
 
 DEFAULT_RUN_DIR = Path("run")
 
 
 @inject_app.command("kill")
-def kill(slot: Slots, run_dir: RunDir = DEFAULT_RUN_DIR, json: Json = False, deadline_s: Deadline = 5.0) -> None:
+def kill(
+    slot: Slots,
+    run_dir: RunDir = DEFAULT_RUN_DIR,
+    json: Json = False,
+    armed: Armed = False,
+    deadline_s: Deadline = 5.0,
+) -> None:
     """SIGKILL ranks, as a machine check or the OOM killer would.
 
     Example: healer-chaos inject kill --slot 0 --slot 3
     """
-    _run(inject.kill, run_dir, slot, json, deadline_s)
+    _run(inject.kill, run_dir, slot, json, armed, deadline_s)
 
 
 @inject_app.command("stop")
-def stop(slot: Slots, run_dir: RunDir = DEFAULT_RUN_DIR, json: Json = False, deadline_s: Deadline = 5.0) -> None:
+def stop(
+    slot: Slots,
+    run_dir: RunDir = DEFAULT_RUN_DIR,
+    json: Json = False,
+    armed: Armed = False,
+    deadline_s: Deadline = 5.0,
+) -> None:
     """SIGSTOP ranks: they hang with their sockets open. Prints the command that takes it back.
 
     Example: healer-chaos inject stop --slot 1
     """
-    _run(inject.stop, run_dir, slot, json, deadline_s)
+    _run(inject.stop, run_dir, slot, json, armed, deadline_s)
 
 
 @inject_app.command("cont")
-def cont(slot: Slots, run_dir: RunDir = DEFAULT_RUN_DIR, json: Json = False, deadline_s: Deadline = 5.0) -> None:
+def cont(
+    slot: Slots,
+    run_dir: RunDir = DEFAULT_RUN_DIR,
+    json: Json = False,
+    armed: Armed = False,
+    deadline_s: Deadline = 5.0,
+) -> None:
     """SIGCONT ranks: takes `stop` back.
 
     Example: healer-chaos inject cont --slot 1
     """
-    _run(inject.cont, run_dir, slot, json, deadline_s)
+    _run(inject.cont, run_dir, slot, json, armed, deadline_s)
 
 
-def _run(injector: Injector, run_dir: Path, slots: list[int], json: bool, deadline_s: float) -> None:
+def _run(injector: Injector, run_dir: Path, slots: list[int], json: bool, armed: bool, deadline_s: float) -> None:
     try:
+        if armed:
+            _await_order()
         done = injector(run_dir, slots)
     except ElasticError as error:
         raise _failure(error, json, REFUSED) from None
@@ -77,6 +104,13 @@ def _run(injector: Injector, run_dir: Path, slots: list[int], json: bool, deadli
         raise _failure(error, json, NO_EFFECT) from None
     if json:
         typer.echo(msgspec.json.encode({"injected": done}).decode())
+
+
+def _await_order() -> None:
+    """Raises ElasticError when standard input ends: whoever was to give the order is gone."""
+    typer.echo("armed: Enter sends", err=True)
+    if not sys.stdin.readline():
+        raise ElasticError("standard input ended before the order came; nothing was sent")
 
 
 def _failure(error: ElasticError, json: bool, code: int) -> typer.Exit:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,11 +75,19 @@ async def stream(
 
 
 class Traffic:
-    """Concurrent requests, one connection each; `answers` fill while `run` goes on."""
+    """Concurrent requests, one connection each; `answers` fill while `run` goes on. `options(i)` goes into request i."""
 
-    def __init__(self, base: str, prompts: Sequence[Tokens], max_tokens: int, deadline_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        base: str,
+        prompts: Sequence[Tokens],
+        max_tokens: int,
+        deadline_s: float = 120.0,
+        options: Callable[[int], dict[str, Any]] = lambda _: {},
+    ) -> None:
         self.answers = [Answer() for _ in prompts]
         self._base, self._prompts, self._max_tokens, self._deadline_s = base, prompts, max_tokens, deadline_s
+        self._options = options
 
     @property
     def tokens(self) -> int:
@@ -88,10 +96,12 @@ class Traffic:
 
     async def run(self) -> list[Answer]:
         limits = httpx.Limits(max_connections=len(self._prompts) + 4)
-        async with httpx.AsyncClient(limits=limits) as client:
+        async with httpx.AsyncClient(limits=limits, trust_env=False) as client:
             calls = (
-                stream(client, self._base, p, self._max_tokens, deadline_s=self._deadline_s, answer=a)
-                for p, a in zip(self._prompts, self.answers, strict=True)
+                stream(
+                    client, self._base, p, self._max_tokens, deadline_s=self._deadline_s, answer=a, **self._options(i)
+                )
+                for i, (p, a) in enumerate(zip(self._prompts, self.answers, strict=True))
             )
             await asyncio.gather(*calls)
         return self.answers

@@ -1,6 +1,7 @@
 """What is fixed for the life of a group: sizes, paths, back ends. Sized once, never changed by a reconfiguration."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +10,10 @@ import msgspec
 from elastic.errors import ElasticError
 
 EpBackendName = Literal["shm", "nixl"]
+
+
+MAX_RUN_DIR = 70
+"""Characters of `run_dir`: the path of a Unix socket below it holds 107 bytes."""
 
 
 class ModelShape(msgspec.Struct, frozen=True):
@@ -66,35 +71,38 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     def root(self) -> Path:
         return Path(self.run_dir)
 
-    def validate(self, model: ModelShape) -> None:
-        problems: list[str] = []
+    def problems(self, model: ModelShape) -> Iterator[tuple[str, str]]:
+        """Every contradiction: the field to change, and what is wrong with it."""
         for name in ("ranks", "max_ranks", "slots_per_rank", "max_tokens", "max_seqs", "max_model_len"):
             if getattr(self, name) < 1:
-                problems.append(f"{name}: {getattr(self, name)} is not positive")
+                yield name, f"{getattr(self, name)} is not positive"
         for name in ("ep_timeout_s", "heartbeat_s", "prepare_deadline_s", "commit_deadline_s"):
             if getattr(self, name) <= 0:
-                problems.append(f"{name}: {getattr(self, name)} is not positive")
+                yield name, f"{getattr(self, name)} is not positive"
         if self.redundant_experts < 0:
-            problems.append(f"redundant_experts: {self.redundant_experts} is negative")
+            yield "redundant_experts", f"{self.redundant_experts} is negative"
         if self.ranks > self.max_ranks:
-            problems.append(f"ranks: {self.ranks} is above max_ranks {self.max_ranks}")
+            yield "ranks", f"{self.ranks} is above the capacity of {self.max_ranks}"
         if self.slots_per_rank > model.experts:
-            problems.append(f"slots_per_rank: {self.slots_per_rank} is above the model's {model.experts} experts")
-        needed = model.experts + self.redundant_experts
-        if self.ranks > 0 and self.slots_per_rank > 0 and self.ranks * self.slots_per_rank < needed:
-            problems.append(
-                f"slots_per_rank: {self.ranks} ranks x {self.slots_per_rank} slots hold fewer than "
-                f"{model.experts} experts + {self.redundant_experts} redundant"
+            yield "slots_per_rank", f"{self.slots_per_rank} is above the model's {model.experts} experts"
+        room, needed = self.ranks * self.slots_per_rank, model.experts + self.redundant_experts
+        if 0 < room < needed:
+            yield (
+                "slots_per_rank",
+                f"{self.ranks} ranks x {self.slots_per_rank} slots = {room} hold fewer than {model.experts} experts + "
+                f"{self.redundant_experts} redundant = {needed}",
             )
         sizes = self.capture_sizes
         if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 4 or sizes[-1] != self.max_tokens:
-            problems.append(f"capture_sizes: {list(sizes)} must ascend from at least 4 to max_tokens {self.max_tokens}")
+            yield "capture_sizes", f"{list(sizes)} must ascend from at least 4 to the dispatch limit {self.max_tokens}"
         if self.max_model_len > model.max_position:
-            problems.append(f"max_model_len: {self.max_model_len} is above the model's {model.max_position} positions")
-        if len(str(self.root.absolute())) > 70:
-            problems.append(f"run_dir: {self.run_dir} is too long for Unix sockets below it (70 characters at most)")
-        if problems:
-            raise ElasticError("group configuration: " + "; ".join(problems))
+            yield "max_model_len", f"{self.max_model_len} is above the model's {model.max_position} positions"
+        if len(str(self.root.absolute())) > MAX_RUN_DIR:
+            yield "run_dir", f"{self.run_dir} is too long for Unix sockets below it ({MAX_RUN_DIR} characters at most)"
+
+    def validate(self, model: ModelShape) -> None:
+        if found := [f"{name}: {text}" for name, text in self.problems(model)]:
+            raise ElasticError("group configuration: " + "; ".join(found))
 
 
 def read_model_shape(checkpoint: str | Path) -> ModelShape:

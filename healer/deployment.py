@@ -98,6 +98,7 @@ class Deployment:
     async def settled(self, deadline_s: float = 60.0, progress: Progress | None = None) -> dict[str, Any]:
         """Wait until every target slot is live and no sequence runs; returns the group's status. Raises ElasticError with
         the last words of a daemon that ended, or what is still open at the deadline."""
+        why = ""
 
         async def probe() -> dict[str, Any] | None:
             nonlocal why
@@ -109,7 +110,6 @@ class Deployment:
                 progress(group)
             return group if group["live"] and group["live"] == group["target"] and not group["sequence"] else None
 
-        why = ""
         try:
             return await eventually(probe, "every slot of the target is live", deadline_s)
         except _Ended as error:

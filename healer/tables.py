@@ -89,7 +89,7 @@ def show_history(out: Console, incidents: list[dict[str, Any]]) -> None:
             _optional(one["pause_s"]),
             _optional(one["coverage_s"]),
             _optional(one["capacity_s"]),
-            _bytes(sum(one["moved_bytes"].values())),
+            size(sum(one["moved_bytes"].values())),
             _coloured(one["outcome"]),
         )
     out.print(table)
@@ -141,7 +141,7 @@ def _report(report: dict[str, Any]) -> list[str]:
     ]
     lines += [f"  pause on slot {slot}: {_seconds(pause)}" for slot, pause in report["pause_s"].items()]
     for slot, loaded in report["loaded"].items():
-        moved = [f"{s} {_bytes(loaded[s]['bytes'])}" for s in ("peer", "host", "disk") if loaded[s]["tensors"]]
+        moved = [f"{s} {size(loaded[s]['bytes'])}" for s in ("peer", "host", "disk") if loaded[s]["tensors"]]
         lines.append(f"  weights into slot {slot}: {', '.join(moved) or 'none'}")
     return lines
 
@@ -171,7 +171,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _bytes(count: int) -> str:
+def size(count: int) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

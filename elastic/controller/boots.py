@@ -39,6 +39,7 @@ class Boots:
         self._on_event, self._wake = on_event, wake
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._failures: dict[int, int] = {}
+        self._since: dict[int, float] = {}
 
     @property
     def booting(self) -> set[int]:
@@ -48,7 +49,13 @@ class Boots:
         """Have a process coming up, or up, in each of these slots."""
         for slot in slots:
             if slot not in self.ready and slot not in self._tasks and slot not in self.quarantined:
+                self._since[slot] = time.monotonic()
                 self._tasks[slot] = asyncio.create_task(self._boot(slot), name=f"boot of slot {slot}")
+
+    def since(self, slots: Collection[int]) -> float:
+        """When the first of these was asked for; now, for processes that were found running."""
+        now = time.monotonic()
+        return min((self._since.get(s, now) for s in slots), default=now)
 
     def take(self, slot: int) -> RankLink:
         """The join has committed: the process belongs to the view now."""

@@ -30,6 +30,7 @@ RETRY_S = 0.25
 """Pause before a failed sequence is tried again, unless something new happens."""
 
 TIER_DEADLINE_S = 600.0
+END_S = 5.0
 
 
 class Executor:
@@ -176,6 +177,9 @@ class Executor:
             await link.aclose()
         for found in self._launcher.strays():
             self._launcher.end(found)
+        await self._launcher.ended(deadline_s=END_S)
+        for path in self.config.root.glob("rank-*.sock"):
+            path.unlink(missing_ok=True)
         tier_path(self.config.root).unlink(missing_ok=True)
         self._group.links.clear()
         self._group.view = None

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Collection
+from pathlib import Path
 
 from elastic import process
 from elastic.channel import Channel
@@ -72,6 +73,8 @@ class GatewayLink:
         await self.close()
         if self.process is not None:
             self._launcher.end(Launched(self.process.pid, self.process.pid_start))
+            gateway_path(self._config.root).unlink(missing_ok=True)
+            Path(gateway_socket(self._config.root)).unlink(missing_ok=True)
 
     async def _ensure(self, deadline_s: float) -> None:
         path = gateway_path(self._config.root)

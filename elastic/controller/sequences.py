@@ -8,6 +8,7 @@ follow. Contents of the expert buffers are always taken from the ranks' answers,
 import asyncio
 import time
 from collections.abc import Callable, Collection, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 from elastic.config import GroupConfig
@@ -70,6 +71,7 @@ class Sequences:
         for slot in lost:
             if (link := group.links.pop(slot, None)) is not None:
                 await link.aclose()
+                Path(link.member.address).unlink(missing_ok=True)
         contents = group.contents({s: p.contents for s, p in group.parked.items()})
         if not survivors:
             group.view, group.unsettled = None, False
@@ -109,7 +111,7 @@ class Sequences:
         self.recorder = rec = Recorder(
             "join" if kind == "join" else "form", slots, reason, group.epoch, began, self._on_event
         )
-        rec.add_phase("boot", began, time.monotonic())
+        rec.add_phase("boot", self._boots.since(slots), time.monotonic())
         present = group.live
         everyone = tuple(sorted({*present, *slots}))
         try:
@@ -303,6 +305,8 @@ class Sequences:
             await group.resume()
             await self._gateway.route(group.epoch, self.routes())
             await self._first_steps(rec, view.live if survivors is None else survivors)
+        # so that the owner sees the counters as they are after the sequence
+        await asyncio.gather(*(_outcome(link.refresh(deadline_s=RESUMED_S)) for link in group.links.values()))
 
     async def _first_steps(self, rec: Recorder, survivors: Collection[int]) -> None:
         async def one(slot: int) -> None:
@@ -312,8 +316,6 @@ class Sequences:
                 rec.pause_s[slot] = resumed.pause_s
 
         await asyncio.gather(*(_outcome(one(s)) for s in survivors))
-        # so that the owner sees the counters as they are after the sequence
-        await asyncio.gather(*(_outcome(link.refresh(deadline_s=RESUMED_S)) for link in self._group.links.values()))
 
     def routes(self, draining: Collection[int] = ()) -> tuple[Route, ...]:
         """The ranks of the view, as the gateway is told of them."""

@@ -32,3 +32,7 @@ class Launcher(Protocol):
     def strays(self) -> list[Launched]:
         """All processes of this group's run directory, whoever started them."""
         ...
+
+    async def ended(self, *, deadline_s: float) -> None:
+        """Wait until no process of this group's run directory is left; at the deadline, go on."""
+        ...

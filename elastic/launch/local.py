@@ -87,6 +87,13 @@ class LocalLauncher:
                     found.append(Launched(each.pid, process.start_time(each.pid)))
         return found
 
+    async def ended(self, *, deadline_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                while any(process.is_alive(p.pid, p.pid_start) for p in self.strays()):  # noqa: ASYNC110 (others' children)
+                    await asyncio.sleep(0.02)
+        self.reap()
+
     def reap(self) -> None:
         """Collect ended children, so that no zombie stays for the life of the daemon."""
         for pid, child in list(self._children.items()):

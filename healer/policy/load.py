@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.alias_generators import to_camel
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from elastic.config import read_model_shape
 from elastic.errors import ElasticError
 from healer.policy.schema import KeyPath, Policy, contradictions
 
@@ -49,6 +51,8 @@ def parse_policy(text: str, *, name: str, base: Path) -> Policy:
         found += [document.problem(*one) for one in _rest(document.data, wrong, context)]
     else:
         found = [document.problem(one.path, one.text) for one in contradictions(policy)]
+        if not found:
+            found = [document.problem(path, text) for path, text in _against_model(policy)]
         if not found:
             return policy
     raise PolicyError([f"{name}:{line}:{column}: {text}" for line, column, text in sorted(set(found))])
@@ -100,6 +104,22 @@ def _rest(data: dict[str, Any], wrong: set[KeyPath], context: dict[str, str]) ->
         doubtful = any(path[: len(w)] == w for w in wrong for path in (one.path, one.other))
         if not doubtful:
             yield one.path, one.text
+
+
+def _against_model(policy: Policy) -> Iterator[tuple[KeyPath, str]]:
+    """What the model of the checkpoint contradicts. A checkpoint that is not on this machine contradicts nothing: a policy
+    may be checked elsewhere than it runs."""
+    target = policy.spec.target
+    if not Path(target.checkpoint, "config.json").exists():
+        return
+    try:
+        model = read_model_shape(target.checkpoint)
+    except ElasticError as error:
+        yield ("spec", "target", "checkpoint"), str(error)
+        return
+    for field, text in policy.group().problems(model):
+        if field in type(target).model_fields:
+            yield ("spec", "target", to_camel(field)), text
 
 
 def _filled(data: Any, stand_in: Any) -> Any:

@@ -11,11 +11,10 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic.alias_generators import to_camel
 
-from elastic.config import GroupConfig
+from elastic.config import MAX_RUN_DIR, GroupConfig
 from healer.diagnosis import Cause, Limits
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-RUN_DIR_LIMIT = 70
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
@@ -241,8 +240,8 @@ def contradictions(policy: Policy) -> Iterator[Contradiction]:
     if spec.bounds.min_ranks > target.ranks:
         text = f"{spec.bounds.min_ranks} is above target.ranks, expected at most {target.ranks}"
         yield Contradiction(("spec", "bounds", "minRanks"), ranks, text)
-    if len(target.run_dir) > RUN_DIR_LIMIT:
-        text = f"has {len(target.run_dir)} characters, expected at most {RUN_DIR_LIMIT} (Unix sockets lie below it)"
+    if len(target.run_dir) > MAX_RUN_DIR:
+        text = f"has {len(target.run_dir)} characters, expected at most {MAX_RUN_DIR} (Unix sockets lie below it)"
         yield Contradiction(("spec", "target", "runDir"), (), f"{target.run_dir} {text}")
     least = 5 * detection.heartbeat_interval_s
     if stall < least:

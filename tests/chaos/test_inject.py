@@ -1,6 +1,7 @@
 """Faults are sent to real processes, and only to the ranks of the group that was named."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -114,6 +115,8 @@ def test_one_wrong_slot_stops_the_whole_injection(group: Group) -> None:
 def test_a_dead_rank_is_refused_even_while_it_is_a_zombie(group: Group) -> None:
     rank = group.add(0)
     inject.await_effect(inject.kill(group.run_dir, [0]), deadline_s=10)
+    # exits without being collected: waits until it can be collected, and leaves it so
+    os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
     assert process.state(rank.pid, group.members[0].pid_start) == "Z"
     with pytest.raises(ElasticError, match="slots with one: none"):
         inject.kill(group.run_dir, [0])
@@ -190,3 +193,37 @@ def test_the_installed_command_ends_without_a_traceback(group: Group) -> None:
     assert ended.returncode == cli.REFUSED
     assert ended.stderr.startswith("healer-chaos: ")
     assert "Traceback" not in ended.stderr
+
+
+def test_an_armed_fault_is_sent_on_the_order_and_not_before(group: Group) -> None:
+    rank = group.add(1)
+    command = [sys.executable, "-m", "chaos.cli", "inject", "kill", "--slot", "1", "--armed", "--json"]
+    with subprocess.Popen(
+        [*command, "--run-dir", str(group.run_dir)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as injector:
+        assert injector.stderr is not None
+        assert "armed" in injector.stderr.readline()
+        ordered = time.monotonic()
+        assert rank.poll() is None
+        out, _ = injector.communicate("\n", timeout=10)
+    assert json.loads(out)["injected"][0]["sent"] >= ordered
+    assert rank.wait(timeout=10) == -signal.SIGKILL
+
+
+def test_an_armed_fault_is_dropped_when_nobody_is_left_to_give_the_order(group: Group) -> None:
+    rank = group.add(1)
+    command = [sys.executable, "-m", "chaos.cli", "inject", "kill", "--slot", "1", "--armed"]
+    done = subprocess.run(
+        [*command, "--run-dir", str(group.run_dir)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == cli.REFUSED
+    assert "nothing was sent" in done.stderr
+    assert rank.poll() is None

@@ -41,8 +41,9 @@ def assert_one_clear_error(deployment: Deployment, log: str, *words: str) -> Non
         ("ranks", "four", ["policy.yaml:", "spec.target.ranks"]),
         ("slotsPerRank", -8, ["policy.yaml:", "spec.target.slotsPerRank"]),
         ("ranks", 7, ["policy.yaml:", "maxRanks"]),
-        ("slotsPerRank", 3, ["slots_per_rank", "16 experts"]),
-        ("slotsPerRank", 17, ["slots_per_rank", "16 experts"]),
+        ("slotsPerRank", 3, ["policy.yaml:", "spec.target.slotsPerRank", "16 experts"]),
+        ("slotsPerRank", 17, ["policy.yaml:", "spec.target.slotsPerRank", "16 experts"]),
+        ("maxModelLen", 4096, ["policy.yaml:", "spec.target.maxModelLen", "1024 positions"]),
         ("checkpoint", "/nowhere/model", ["/nowhere/model"]),
     ],
 )

@@ -15,7 +15,7 @@ from elastic.rank.buffers import Buffers
 from elastic.rank.comm.base import LIVE, PeerFault, Received
 from elastic.rank.runner import Runner
 from elastic.rank.sampling import choose
-from elastic.rank.scheduler import Batch, Scheduler
+from elastic.rank.scheduler import Scheduler
 
 
 class LoopbackEp:
