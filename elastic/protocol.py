@@ -203,6 +203,8 @@ class Failed(Message, frozen=True):
 
     id: int
     why: str
+    unreachable: tuple[int, ...] = ()
+    """The peers at which it failed: they gave this rank no answer."""
 
 
 class Heartbeat(Message, frozen=True):

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from elastic import process
 from elastic.channel import read_frame
 from elastic.config import GroupConfig
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, Unreachable
 from elastic.protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -208,6 +208,8 @@ class Agent:
             return
         try:
             answer = await self._carry_out(message)
+        except Unreachable as error:
+            answer = Failed(id=message.id, why=str(error), unreachable=error.slots)
         except ElasticError as error:
             answer = Failed(id=message.id, why=str(error))
         except Exception as error:
