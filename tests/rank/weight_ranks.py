@@ -67,6 +67,9 @@ class Remote:
         os.kill(self.process.pid, number)
         if number == signal.SIGKILL:
             self.process.join(WAIT_S)
+        if number == signal.SIGSTOP:
+            # until all its threads stand; before, it may still answer
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def end(self) -> None:
         self.process.kill()
