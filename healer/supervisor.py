@@ -291,6 +291,8 @@ class Supervisor:
         if self._started:
             self._refresh()
             self._judge([])
+        standing = {e.id for e in self._dossier.standing()}
+        self._entry_of = {e: seq for e, seq in self._entry_of.items() if e in standing}
         limit = CHECKPOINT_BUSY_BYTES if self._casebook.current else CHECKPOINT_IDLE_BYTES
         if self.journal.wal_bytes > limit and (self._checkpoint is None or self._checkpoint.done()):
             self._checkpoint = asyncio.create_task(asyncio.to_thread(self.journal.checkpoint), name="checkpoint")
@@ -357,8 +359,6 @@ class Supervisor:
         live = self._roster.live
         self._senses.watch(live.values())
         self._dossier.keep(live)
-        standing = {e.id for e in self._dossier.standing()}
-        self._entry_of = {e: seq for e, seq in self._entry_of.items() if e in standing}
 
     def _open(self, cause: Cause, slots: tuple[int, ...], detected: float) -> None:
         if self._casebook.current is None:

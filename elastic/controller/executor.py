@@ -172,6 +172,8 @@ class Executor:
             if (sequence := self._repair()) is None:
                 break
             await self._run(sequence)
+        # those who were asked to leave, and did not come to it, work on
+        await self._gateway.route(self._group.epoch, self._sequences.routes())
         await self._boots.close()
         for link in self._group.links.values():
             await link.aclose()
@@ -188,7 +190,7 @@ class Executor:
         for found in self._launcher.strays():
             self._launcher.end(found)
         await self._launcher.ended(deadline_s=END_S)
-        for path in self.config.root.glob("rank-*.sock"):
+        for path in self.config.root.glob("rank-*.sock*"):
             path.unlink(missing_ok=True)
         tier_path(self.config.root).unlink(missing_ok=True)
         self._group.links.clear()
@@ -206,7 +208,8 @@ class Executor:
         try:
             if self.config.host_tier:
                 await self._launcher.build_tier(deadline_s=TIER_DEADLINE_S)
-            await self._start_gateway()
+            await self._gateway.start(deadline_s=self.config.prepare_deadline_s)
+            await self._take_gateway_epoch()
             self._begin()
             with contextlib.suppress(TimeoutError):
                 # a boot, a load and a commit, each with its own deadline
@@ -250,7 +253,8 @@ class Executor:
         now = time.monotonic()
         for slot in missing:
             self._lost[slot] = ("died while no controller watched", now)
-        await self._start_gateway()
+        await self._gateway.adopt()
+        await self._take_gateway_epoch()
         await self._gateway.route(group.epoch, self._sequences.routes())
         self._begin()
         self._save()
@@ -261,8 +265,7 @@ class Executor:
             f"lost meanwhile: {missing or 'none'}; a sequence was under way: {'yes' if unsettled else 'no'}"
         )
 
-    async def _start_gateway(self) -> None:
-        await self._gateway.start(deadline_s=self.config.prepare_deadline_s)
+    async def _take_gateway_epoch(self) -> None:
         if (gateway := await self._gateway.status()) is not None:
             # its routes may be newer than what any rank or the state file knows: those of a retirement, or of a group
             # that died as a whole
@@ -320,10 +323,13 @@ class Executor:
         if wanted:
             boots.ensure(wanted)
             ready = [s for s in wanted if s in boots.ready]
-            if ready and (self._formed or len(ready) == len(wanted)) and self._can_hold(ready):
+            if ready and (self._formed or len(ready) == len(wanted)) and self._can_hold({*group.live, *ready}):
                 return self._sequences.join(ready, *self._why(ready))
+            if boots.booting & set(wanted):
+                # nobody leaves before those who come in their place are there
+                return None
         leavers = [s for s in group.live if s not in self._target]
-        if leavers and not group.parked:
+        if leavers and not group.parked and self._can_hold(set(group.live) - set(leavers)):
             return self._sequences.retire(leavers, *self._why(leavers))
         return None
 
@@ -342,9 +348,8 @@ class Executor:
         found = [self._wanted.get(s, ("the target says so", time.monotonic())) for s in slots]
         return "; ".join(dict.fromkeys(reason for reason, _ in found)), min(since for _, since in found)
 
-    def _can_hold(self, joiners: Collection[int]) -> bool:
-        ranks = len({*self._group.live, *joiners})
-        return ranks * self.config.slots_per_rank >= self._group.model.experts
+    def _can_hold(self, ranks: Collection[int]) -> bool:
+        return len(ranks) * self.config.slots_per_rank >= self._group.model.experts
 
     async def _finish(self, task: asyncio.Task[None]) -> bool:
         """Wait for a sequence; True when it failed. A cancelled one was superseded by a loss."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -14,6 +15,8 @@ from elastic.errors import ElasticError, Retryable
 from elastic.launch.base import Launched, Launcher
 from elastic.paths import gateway_path, gateway_socket, read_json
 from elastic.protocol import GatewayQuery, GatewayStatus, Hello, Route, Routes
+
+log = logging.getLogger(__name__)
 
 ANSWER_S = 2.0
 POLL_S = 0.02
@@ -34,6 +37,14 @@ class GatewayLink:
     async def start(self, *, deadline_s: float) -> None:
         """Adopt the running gateway or start one. Raises ElasticError with its last words (port in use)."""
         await self._ensure(deadline_s)
+        self._watch = asyncio.create_task(self._keep(), name="gateway watch")
+
+    async def adopt(self) -> None:
+        """Connect to the running gateway. Where none runs, or none can be started, ranks are healed all the same: one is
+        started in the background, and again until it stays."""
+        with contextlib.suppress(ElasticError):
+            if self._find():
+                await self._connect()
         self._watch = asyncio.create_task(self._keep(), name="gateway watch")
 
     async def route(self, epoch: int, routes: tuple[Route, ...]) -> None:
@@ -77,15 +88,9 @@ class GatewayLink:
             Path(gateway_socket(self._config.root)).unlink(missing_ok=True)
 
     async def _ensure(self, deadline_s: float) -> None:
-        path = gateway_path(self._config.root)
         deadline = time.monotonic() + deadline_s
         started: Launched | None = None
-        while True:
-            with contextlib.suppress(ElasticError):
-                found = read_json(path, GatewayProcess)
-                if process.is_alive(found.pid, found.pid_start):
-                    self.process = found
-                    break
+        while not self._find():
             if started is None:
                 started = self._launcher.launch_gateway()
             if not process.is_alive(started.pid, started.pid_start):
@@ -95,6 +100,14 @@ class GatewayLink:
                 raise Retryable(f"gateway: not listening within {deadline_s:g} s")
             await asyncio.sleep(POLL_S)
         await self._connect()
+
+    def _find(self) -> bool:
+        with contextlib.suppress(ElasticError):
+            found = read_json(gateway_path(self._config.root), GatewayProcess)
+            if process.is_alive(found.pid, found.pid_start):
+                self.process = found
+                return True
+        return False
 
     async def _connect(self) -> None:
         hello = Hello(role="controller", group=self._config.name)
@@ -111,8 +124,14 @@ class GatewayLink:
         await channel.call(Routes(id=channel.next_id(), epoch=epoch, routes=routes), GatewayStatus, deadline_s=ANSWER_S)
 
     async def _keep(self) -> None:
+        said = ""
         while True:
-            await asyncio.sleep(WATCH_S)
             if self._channel is None or self._channel.closed:
-                with contextlib.suppress(ElasticError, OSError):
+                try:
                     await self._ensure(self._config.prepare_deadline_s)
+                    said = ""
+                except (ElasticError, OSError) as error:
+                    if str(error) != said:
+                        log.error("no gateway: %s", error)
+                    said = str(error)
+            await asyncio.sleep(WATCH_S)

@@ -132,7 +132,8 @@ class Group:
         self.unsettled = True
         beats = await self.each({s: self.links[s].refresh(deadline_s=deadline_s) for s in self.live})
         idle = all(self.links[s].beat is not None and self.links[s].beat.idle for s in self.live)  # type: ignore[union-attr]
-        at = max(b.round for b in beats.values()) + (0 if idle else BUSY_LEAD)
+        lead = BUSY_LEAD
+        at = max(b.round for b in beats.values()) + (0 if idle else lead)
         until = time.monotonic() + deadline_s
         while True:
             answers = await self.each({s: self._stop_at(s, at) for s in self.live})
@@ -142,7 +143,9 @@ class Group:
                 return
             if time.monotonic() > until:
                 raise Retryable(f"no common round to stop before within {deadline_s:g} s; the last was {at}")
-            at = max(late) + BUSY_LEAD
+            # rounds may be shorter than the way of an order on a busy machine
+            lead *= 2
+            at = max(late) + lead
 
     async def _stop_at(self, slot: int, round_: int) -> Parked | Late:
         link = self.links[slot]

@@ -84,8 +84,8 @@ def rank_loads(system: System, load: Floats, rows: Ints) -> Floats:
     np.divide(load, copies[:, :experts], out=shares[:, :experts], where=copies[:, :experts] > 0)
     of_slot = np.take_along_axis(shares, np.where(rows == HOLE, experts, rows), axis=1)
     at = system.owner + (np.arange(layers) * system.ranks)[:, None]
-    total: Floats = np.bincount(at.ravel(), of_slot.ravel(), layers * system.ranks).reshape(layers, system.ranks)
-    return total
+    total = np.bincount(at.ravel(), of_slot.ravel(), layers * system.ranks).astype(np.float64)
+    return total.reshape(layers, system.ranks)
 
 
 def evaluate(system: System, load: Floats, rows: Ints, live: Collection[int]) -> Evaluation:
@@ -136,7 +136,9 @@ def traffic(solution: Solution, count: int) -> Traffic:
     send_s = np.bincount(sender, pair_s, system.ranks)
     receive_s = np.bincount(receiver[known], pair_s, system.ranks)
     unread = np.bincount(receiver[~known], minlength=system.ranks)
-    slowest = max(send_s.max(), receive_s.max(), unread.max() * gigabytes / links.tier_gbps if problem.host_tier else 0.0)
+    slowest = max(
+        send_s.max(), receive_s.max(), unread.max() * gigabytes / links.tier_gbps if problem.host_tier else 0.0
+    )
     if not problem.host_tier:
         by_host = np.bincount(np.unique(system.hosts, return_inverse=True)[1], unread)
         slowest = max(slowest, by_host.max() * gigabytes / links.disk_gbps)
@@ -191,7 +193,11 @@ def _shortfalls(solution: Solution, found: Evaluation) -> list[str]:
             f"holes: {found.holes} slots over {layers} layers stay empty: more replicas are not asked for, or every rank "
             f"with a hole holds the expert already"
         )
-    dropped = int(((problem.current != HOLE) & np.isin(problem.system.owner, sorted(set(problem.present) & set(problem.live)))).sum())
+    dropped = int(
+        (
+            (problem.current != HOLE) & np.isin(problem.system.owner, sorted(set(problem.present) & set(problem.live)))
+        ).sum()
+    )
     dropped -= int((solution.start != HOLE).sum())
     if dropped:
         said.append(f"duplicates: {dropped} slots held an expert twice on one rank; they count as empty")

@@ -25,7 +25,7 @@ class Schedule:
         return np.flatnonzero(self.batch == batch).tolist()
 
 
-def schedule(solution: Solution, *, rank_experts: int = 8, host_experts: int | None = None) -> Schedule:
+def schedule(solution: Solution, *, rank_experts: int = 16, host_experts: int | None = None) -> Schedule:
     """Batches in which a rank sends at most `rank_experts` and receives as many, and a host reads at most `host_experts`
     from its tier or disk (by default `rank_experts` for each of its ranks). Coverage ends before anything else begins.
 
@@ -35,7 +35,9 @@ def schedule(solution: Solution, *, rank_experts: int = 8, host_experts: int | N
     per_host = max(np.unique(system.hosts, return_counts=True)[1])
     tier = rank_experts * int(per_host) if host_experts is None else host_experts
     if rank_experts < 1 or tier < 1:
-        raise ElasticError(f"placement schedule: {rank_experts} experts per rank and {tier} per host; at least one each")
+        raise ElasticError(
+            f"placement schedule: {rank_experts} experts per rank and {tier} per host; at least one each"
+        )
     batch = np.empty(len(solution), dtype=np.int32)
     count = assign_batches(
         frame_of(solution.problem),

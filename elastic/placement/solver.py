@@ -59,7 +59,7 @@ def _assemble(problem: Problem, *, only_coverage: bool) -> Solution:
     staying = _flags(problem, set(problem.present) & set(problem.live))
     live = _flags(problem, problem.live)
     loads = _positive(problem.load)
-    layers, slots = problem.current.shape
+    layers = problem.layers
     start = np.where(staying[frame.owner], problem.current, np.int32(HOLE))
     covered = np.empty_like(start)
     if problem.present:

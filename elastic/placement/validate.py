@@ -32,7 +32,9 @@ def check_rows(
     if layers is not None and len(given) != layers:
         raise ElasticError(f"placement map: {len(given)} layers, expected {layers} as in the load")
     if given.dtype.kind not in "iu":
-        raise ElasticError(f"placement map: holds {given.dtype}, expected whole numbers (experts, or {HOLE} for a hole)")
+        raise ElasticError(
+            f"placement map: holds {given.dtype}, expected whole numbers (experts, or {HOLE} for a hole)"
+        )
     wrong = np.argwhere((given < HOLE) | (given >= experts))
     if len(wrong):
         layer, p = (int(x) for x in wrong[0])
@@ -59,7 +61,8 @@ def duplicates(rows: npt.NDArray[np.int32], slots: Sequence[int], experts: int) 
     same[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
     repeated = np.zeros(rows.shape, dtype=bool)
     np.put_along_axis(repeated, order, same, axis=1)
-    return repeated & (rows != HOLE)
+    repeated &= rows != HOLE
+    return repeated
 
 
 def _no_duplicates(rows: npt.NDArray[np.int32], slots: Sequence[int], experts: int) -> None:

@@ -105,7 +105,10 @@ class Agent:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        server = await asyncio.start_unix_server(self._connected, self._address)
+        # it gets its name when it listens: whoever finds it can connect
+        unnamed = f"{self._address}~"
+        server = await asyncio.start_unix_server(self._connected, unnamed)
+        os.rename(unnamed, self._address)
         self._listening.set()
         async with server, asyncio.TaskGroup() as tasks:
             tasks.create_task(server.serve_forever())

@@ -167,3 +167,18 @@ async def test_a_controller_that_ends_while_the_group_stands_sets_it_going_first
         await executor.close()
         async with asyncio.timeout(20):
             assert await owner.answers(prompts) == want
+
+
+async def test_a_move_to_other_slots_altogether_takes_nobody_away_before_the_others_are_there(
+    checkpoint: Path, run_dir: Path
+) -> None:
+    async with group(checkpoint, run_dir, ranks=2, redundant_experts=0) as owner:
+        executor = owner.executor
+        prompts = random_prompts(4, VOCAB, seed=12)
+        want = await owner.answers(prompts)
+        executor.scale([2, 3], reason="test")
+        while executor.status().live != (2, 3):
+            assert await owner.answers(prompts) == want
+        await executor.settled(deadline_s=20)
+        assert await owner.answers(prompts) == want
+        assert {r.outcome for r in owner.reports} == {"committed"}

@@ -58,7 +58,7 @@ def main() -> int:
         "DeepSeek's planner": f"as in vLLM {version}, `DefaultEplbPolicy`" if version else f"not measured: {why}",
         "machine": f"{_cpu()}, Python {platform.python_version()}, numpy {np.__version__}, numba {numba.__version__}",
         "load average": f"{before[0]:.2f} at the start, {min(averages):.2f} to {max(averages):.2f} while measuring, "
-        f"on {os.cpu_count()} cores; times are wall times of one thread",
+        f"on {os.cpu_count()} cores; time targets are judged by the CPU time of the one thread, wall times beside it",
     }
     options.out.mkdir(parents=True, exist_ok=True)
     result = {"facts": facts, "targets": found, "rows": made}

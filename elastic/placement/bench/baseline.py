@@ -28,6 +28,7 @@ class Question:
 class Answer:
     placed: Ints
     seconds: Floats
+    """Wall and CPU time of each repetition; [repetitions, 2]."""
 
 
 @dataclass(frozen=True)

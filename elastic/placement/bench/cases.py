@@ -77,4 +77,5 @@ def _latent(rng: np.random.Generator) -> Floats:
 
 def _zipf(latent: Floats) -> Floats:
     position = np.argsort(np.argsort(-latent, axis=1), axis=1)
-    return 1000.0 * (1.0 + position) ** -1.2
+    share: Floats = 1000.0 * (1.0 + position.astype(np.float64)) ** -1.2
+    return share

@@ -40,14 +40,16 @@ def plot_times(made: Sequence[Row], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 5))
     for planner in dict.fromkeys(r.planner for r in made):
         of = sorted(
-            (r.ranks * r.slots, r.ranks, r.p50_ms)
+            (r.ranks * r.slots, r.ranks, r.cpu_p50_ms)
             for r in made
             if (r.event, r.loads, r.planner) == ("loss", "log-normal", planner)
         )
         if of:
             axes.plot(range(len(of)), [p50 for _, _, p50 in of], marker="o", label=planner)
             axes.set_xticks(range(len(of)), [f"{ranks} ranks\n{slots} slots" for slots, ranks, _ in of])
-    axes.set(ylabel="planning time, p50, ms", yscale="log", title="58 layers x 256 experts, one rank lost, one thread")
+    axes.set(
+        ylabel="planning time, CPU, p50, ms", yscale="log", title="58 layers x 256 experts, one rank lost, one thread"
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")

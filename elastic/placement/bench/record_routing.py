@@ -11,6 +11,7 @@ import argparse
 import pydoc_data.topics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,15 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 from elastic.tools.make_checkpoint import Options, make_checkpoint
 
 OPTIONS = Options(
-    layers=58, experts=256, hidden=64, heads=2, kv_heads=1, head_dim=32, expert_intermediate=8, top_k=8, max_position=512
+    layers=58,
+    experts=256,
+    hidden=64,
+    heads=2,
+    kv_heads=1,
+    head_dim=32,
+    expert_intermediate=8,
+    top_k=8,
+    max_position=512,
 )
 TOKENS = 512
 """Of one sample."""
@@ -41,8 +50,10 @@ def record() -> npt.NDArray[np.int32]:
     counts = np.zeros((2, OPTIONS.layers, OPTIONS.experts), dtype=np.int32)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make_checkpoint(Path(folder, "model"), OPTIONS)
-        tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / "tokenizer.json"))
-        model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        fast: Any = PreTrainedTokenizerFast
+        tokenizer = fast(tokenizer_file=str(checkpoint / "tokenizer.json"))
+        model: Any = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        model.eval()
         for half, text in enumerate(texts()):
             ids = tokenizer(text)["input_ids"]
             for sample in range(SAMPLES):

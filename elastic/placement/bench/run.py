@@ -31,9 +31,9 @@ class Plan(msgspec.Struct, frozen=True):
     """After the loss of one rank, per layer, mean over ranks."""
     host_orphans: float
     """The same for a host of 8 ranks; -1 with one host."""
-    seconds: list[float]
-    """Wall time of every repetition of the whole plan."""
-    cover_seconds: list[float] = []
+    seconds: list[tuple[float, float]]
+    """Wall and CPU time of every repetition of the whole plan."""
+    cover_seconds: list[tuple[float, float]] = []
     """The same for coverage alone."""
     covered: float = 0.0
     """Of the moves, those of coverage."""
@@ -60,7 +60,9 @@ class Measured(msgspec.Struct, frozen=True):
     """From the start map of this planner; for a new group the map itself."""
 
 
-def run(cases: Sequence[Case], baseline: Baseline | None, *, repeats: int, say: Callable[[str], None]) -> tuple[list[Measured], str]:
+def run(
+    cases: Sequence[Case], baseline: Baseline | None, *, repeats: int, say: Callable[[str], None]
+) -> tuple[list[Measured], str]:
     """All cases; also vLLM's version, empty without a baseline."""
     starts: list[Ints | None] = [None] * len(cases)
     answers: list[Answer | None] = [None] * len(cases)
@@ -117,14 +119,14 @@ def _problem(case: Case, system: System, start: Ints | None) -> Problem:
 
 
 def _plan(case: Case, system: System, start: Ints | None, repeats: int) -> Plan:
-    def planned(how: Callable[[Problem], Solution]) -> tuple[Solution, list[float]]:
+    def planned(how: Callable[[Problem], Solution]) -> tuple[Solution, list[tuple[float, float]]]:
         seconds = []
         for _ in range(repeats):
-            began = time.perf_counter()
+            began, began_cpu = time.perf_counter(), time.process_time()
             # all that an executor needs: checked input, steps with sources, batches
             solution = how(_problem(case, system, start))
             schedule(solution)
-            seconds.append(time.perf_counter() - began)
+            seconds.append((time.perf_counter() - began, time.process_time() - began_cpu))
         return solution, seconds
 
     covered, cover_seconds = planned(cover)
@@ -179,5 +181,5 @@ def _of_baseline(case: Case, system: System, start: Ints, answer: Answer) -> Pla
         moved=moved / len(rows),
         orphans=found.rank.expected,
         host_orphans=-1.0 if found.host is None else found.host.expected,
-        seconds=answer.seconds.tolist(),
+        seconds=[(wall, cpu) for wall, cpu in answer.seconds.tolist()],
     )

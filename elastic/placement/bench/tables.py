@@ -11,7 +11,7 @@ from elastic.placement.bench.run import Measured, Plan
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One planner on all seeds of a kind of case. Times in ms."""
+    """One planner on all seeds of a kind of case. Times in ms: CPU time of the one thread, and wall time, which the machine's other work lengthens."""
 
     loads: str
     case: str
@@ -32,7 +32,10 @@ class Row(msgspec.Struct, frozen=True):
     host_orphans: float
     p50_ms: float
     p99_ms: float
+    cpu_p50_ms: float
+    cpu_p99_ms: float
     cover_p99_ms: float
+    cover_cpu_p99_ms: float
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -46,11 +49,11 @@ class Target(msgspec.Struct, frozen=True):
 
 def rows(measured: Sequence[Measured]) -> list[Row]:
     """A row per kind of case and planner, in the order of the cases."""
-    kinds = list(dict.fromkeys((m.loads, m.name.split("→")[0] if m.event == "loss" else m.name, m.event) for m in measured))
+    kinds: dict[tuple[str, str, int, int], list[Measured]] = {}
+    for m in measured:
+        kinds.setdefault((m.loads, m.event, m.ranks, m.slots), []).append(m)
     made: list[Row] = []
-    for loads, name, event in kinds:
-        of_kind = [m for m in measured if (m.loads, m.event) == (loads, event) and m.name.startswith(name)]
-        of_kind = [m for m in of_kind if (m.ranks, m.slots) == (of_kind[0].ranks, of_kind[0].slots)]
+    for of_kind in kinds.values():
         made += _of_kind(of_kind)
     return made
 
@@ -68,8 +71,8 @@ def _of_kind(of_kind: Sequence[Measured]) -> Iterable[Row]:
 
 def _row(case: Measured, planner: str, plans: Sequence[Plan], bases: Sequence[Plan]) -> Row:
     balanced = [b for plan in plans for b in plan.balancedness]
-    seconds = [s * 1e3 for plan in plans for s in plan.seconds]
-    cover = [s * 1e3 for plan in plans for s in plan.cover_seconds]
+    wall, cpu = _milliseconds([s for plan in plans for s in plan.seconds])
+    cover_wall, cover_cpu = _milliseconds([s for plan in plans for s in plan.cover_seconds] or [(0.0, 0.0)])
     pairs = list(zip(plans, bases, strict=True)) if bases else []
     quotients = [b / a for p, base in pairs for b, a in zip(p.balancedness, base.balancedness, strict=True)]
     return Row(
@@ -88,10 +91,17 @@ def _row(case: Measured, planner: str, plans: Sequence[Plan], bases: Sequence[Pl
         moved_against_base=max((p.moved / base.moved for p, base in pairs if base.moved), default=0.0),
         orphans=mean(p.orphans for p in plans),
         host_orphans=mean(p.host_orphans for p in plans),
-        p50_ms=median(seconds),
-        p99_ms=float(np.percentile(seconds, 99)),
-        cover_p99_ms=float(np.percentile(cover, 99)) if cover else 0.0,
+        p50_ms=median(wall),
+        p99_ms=float(np.percentile(wall, 99)),
+        cpu_p50_ms=median(cpu),
+        cpu_p99_ms=float(np.percentile(cpu, 99)),
+        cover_p99_ms=float(np.percentile(cover_wall, 99)),
+        cover_cpu_p99_ms=float(np.percentile(cover_cpu, 99)),
     )
+
+
+def _milliseconds(seconds: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [wall * 1e3 for wall, _ in seconds], [cpu * 1e3 for _, cpu in seconds]
 
 
 def targets(made: Sequence[Row]) -> list[Target]:
@@ -102,27 +112,49 @@ def targets(made: Sequence[Row]) -> list[Target]:
     for r in [r for r in ours if r.event == "loss"] or [r for r in made if r.event == "loss"]:
         title = f"{r.loads} {r.case}"
         if r.against_base:
-            found.append(_target(f"1 balance after a loss, {title}", "worst layer >= 0.99 of DeepSeek's", r.against_base, 0.99, least=True))
+            found.append(
+                _target(
+                    f"1 balance after a loss, {title}",
+                    "worst layer >= 0.99 of DeepSeek's",
+                    r.against_base,
+                    0.99,
+                    least=True,
+                )
+            )
             found.append(_target(f"1 moves after a loss, {title}", "<= 0.2 of DeepSeek's", r.moved_against_base, 0.2))
         if r.ranks <= 32 or r.ranks == 320:
             limit = 300.0 if r.ranks == 320 else 50.0
-            found.append(_target(f"2 planning p99 (ms), {title}", f"<= {limit:g}", r.p99_ms, limit))
+            found.append(
+                _target(f"2 planning p99 (CPU ms), {title}", f"<= {limit:g}", r.cpu_p99_ms, limit, wall=r.p99_ms)
+            )
         if r.ranks <= 32:
-            found.append(_target(f"2 coverage p99 (ms), {title}", "< 5", r.cover_p99_ms, 5.0))
+            found.append(
+                _target(f"2 coverage p99 (CPU ms), {title}", "< 5", r.cover_cpu_p99_ms, 5.0, wall=r.cover_p99_ms)
+            )
     for r in ours:
         base = by.get((r.loads, r.case, "DeepSeek (vLLM)"))
         if base is not None:
             found.append(
-                _target(f"2 planning p50 (ms), {r.loads} {r.case}", f"<= vLLM's {base.p50_ms:.1f}", r.p50_ms, base.p50_ms)
+                _target(
+                    f"2 planning p50 (CPU ms), {r.loads} {r.case}",
+                    f"<= vLLM's {base.cpu_p50_ms:.1f}",
+                    r.cpu_p50_ms,
+                    base.cpu_p50_ms,
+                    wall=r.p50_ms,
+                )
             )
     for r in [r for r in made if r.event == "growth" and r.planner != "DeepSeek (vLLM)"]:
         floor = 8 * r.slots
-        found.append(_target(f"3 moves of growth, {r.loads}, {r.planner}", f"<= {1.15 * floor:.1f}", r.moved, 1.15 * floor))
+        found.append(
+            _target(f"3 moves of growth, {r.loads}, {r.planner}", f"<= {1.15 * floor:.1f}", r.moved, 1.15 * floor)
+        )
     for r in [r for r in made if r.event == "new" and r.planner == "this" and r.ranks <= 32 and r.loads != "recorded"]:
         bound = max(0, 2 * EXPERTS - r.ranks * r.slots) / r.ranks
         if bound or r.loads == "log-normal":
             limit = bound * (1.05 if r.loads == "log-normal" else 1.1) if bound else 0.05
-            found.append(_target(f"4 orphans, {r.loads} {r.case}", f"<= {limit:.3f} (bound {bound:.2f})", r.orphans, limit))
+            found.append(
+                _target(f"4 orphans, {r.loads} {r.case}", f"<= {limit:.3f} (bound {bound:.2f})", r.orphans, limit)
+            )
         base = by.get((r.loads, r.case, "DeepSeek (vLLM)"))
         if base is not None:
             wanted = f">= DeepSeek's {base.balancedness:.4f}"
@@ -132,9 +164,9 @@ def targets(made: Sequence[Row]) -> list[Target]:
     return found
 
 
-def _target(what: str, wanted: str, reached: float, limit: float, *, least: bool = False) -> Target:
+def _target(what: str, wanted: str, reached: float, limit: float, *, least: bool = False, wall: float = 0.0) -> Target:
     met = reached >= limit if least else reached <= limit
-    return Target(what, wanted, f"{reached:.4g}", met)
+    return Target(what, wanted, f"{reached:.4g}" + (f" (wall {wall:.4g})" if wall else ""), met)
 
 
 def markdown(made: Sequence[Row], found: Sequence[Target], facts: dict[str, str]) -> str:
@@ -160,7 +192,7 @@ def markdown(made: Sequence[Row], found: Sequence[Target], facts: dict[str, str]
 def _table(of_event: Sequence[Row]) -> list[str]:
     lines = [
         "| Load | Case | Planner | Moved per layer | of these coverage | Balancedness after coverage | Balancedness mean | worst layer "
-        "| worst against DeepSeek's | Orphans, a rank lost | a host lost | Plan p50 ms | p99 ms | Coverage p99 ms |",
+        "| worst against DeepSeek's | Orphans, a rank lost | a host lost | Plan p50 ms, CPU (wall) | p99 ms | Coverage p99 ms |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in of_event:
@@ -178,9 +210,9 @@ def _table(of_event: Sequence[Row]) -> list[str]:
             f"{r.against_base:.4f}" if r.against_base else "",
             f"{r.orphans:.3f}",
             f"{r.host_orphans:.2f}" if r.host_orphans >= 0 else "",
-            f"{r.p50_ms:.1f}",
-            f"{r.p99_ms:.1f}",
-            f"{r.cover_p99_ms:.2f}" if loss else "",
+            f"{r.cpu_p50_ms:.1f} ({r.p50_ms:.1f})",
+            f"{r.cpu_p99_ms:.1f} ({r.p99_ms:.1f})",
+            f"{r.cover_cpu_p99_ms:.2f} ({r.cover_p99_ms:.2f})" if loss else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines

@@ -14,10 +14,12 @@ from elastic.placement.kernels.improve import improve
 from elastic.placement.kernels.jit import compiled
 from elastic.placement.kernels.state import Floats, Frame, Ints, Layer, heaviest, new_layer, put, spread, take
 
-CHOICES = np.array([0.8, 0.6, 0.4, 0.0])
+CHOICES = np.array([0.7, 0.45, 0.0])
 """Largest share of one replica, in mean rank loads, that waits for the second copies of others."""
 NEAR_ENOUGH = 5e-4
-"""Balance within this of the bound ends the trials."""
+"""Balance within this of the bound ends the trials for a new layer."""
+GOOD_START = 0.03
+"""The same where the layer holds something: the steps for balance follow."""
 FREE = 0.02
 """Cost of writing a slot that is loaded anyway: next to nothing, and not nothing, so that a search ends."""
 ELSEWHERE = 0.02
@@ -44,6 +46,7 @@ def fill(frame: Frame, layer: Layer, bound: float, mean: float, most: int, scrat
     best_slots = np.empty(0, dtype=np.int32)
     if most <= 0:
         return best_slots
+    enough = NEAR_ENOUGH if holes == len(layer.held) else GOOD_START
     level = bound * (1 + NEAR_ENOUGH / 5)
     last = np.empty(0, dtype=np.int32)
     for choice in CHOICES:
@@ -62,7 +65,7 @@ def fill(frame: Frame, layer: Layer, bound: float, mean: float, most: int, scrat
         # a stricter choice costs second copies, so it must be clearly better
         if reached < best * (1 - NEAR_ENOUGH):
             best, best_slots, best_rows = reached, slots, held
-        if best <= bound * (1 + NEAR_ENOUGH):
+        if best <= bound * (1 + enough):
             break
     for i in range(len(best_slots)):
         put(frame, layer, best_slots[i], best_rows[i])

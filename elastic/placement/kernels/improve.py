@@ -15,7 +15,7 @@ ABOVE_MEAN = 0.05
 """Weight of the load between mean and level."""
 SATISFIED = 0.9
 """A step that takes this part of a rank's excess ends the search for a better one."""
-LOOK = 16
+LOOK = 6
 """Of so many of the lightest ranks the best step is taken, if they offer any."""
 FAR = 1.25
 """What a move between NVLink domains costs, in moves within one: breaks ties, and is no reason for more moves."""
@@ -49,7 +49,7 @@ def improve(
     """
     moves, begin = 0, at
     order = frame.live.copy()
-    overwritten = [np.int32(0) for _ in range(0)]
+    overwritten = [0 for _ in range(0)]
     # of all states on the way the one is kept that paid best for its moves
     best_value, best_at = 0.0, at
     heaviest_before = heaviest(frame, layer)
@@ -62,7 +62,7 @@ def improve(
         if p < 0 or (q >= 0 and moves + 2 > most_moves):
             break
         before = _total_excess(frame, layer, level, mean)
-        given = layer.held[p]
+        given = int(layer.held[p])
         _apply(frame, layer, p, expert, q, other)
         if _total_excess(frame, layer, level, mean) >= before - 1e-9 * mean:
             # ranks that hold both experts are estimated separately, so a copy may turn out to be of no use

@@ -8,22 +8,24 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numba
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_CONFIG: Any = numba.config
+
 
 def compiled(function: Callable[P, T]) -> Callable[P, T]:
     """Compile at the first call, or load what an earlier process compiled. No fast-math: results are the same everywhere."""
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = _FOLDER
+    before = _CONFIG.CACHE_DIR
+    _CONFIG.CACHE_DIR = _FOLDER
     try:
         made: Callable[P, T] = numba.njit(cache=True, error_model="numpy")(function)
     finally:
-        numba.config.CACHE_DIR = before
+        _CONFIG.CACHE_DIR = before
     return made
 
 
@@ -32,7 +34,7 @@ def _folder() -> str:
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    base = numba.config.CACHE_DIR or str(Path(cache) / "elastic-placement")
+    base = _CONFIG.CACHE_DIR or str(Path(cache) / "elastic-placement")
     return str(Path(base) / digest.hexdigest())
 
 

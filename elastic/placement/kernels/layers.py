@@ -7,7 +7,17 @@ from elastic.placement.kernels.fill import fill, fresh_plan
 from elastic.placement.kernels.improve import improve
 from elastic.placement.kernels.jit import compiled
 from elastic.placement.kernels.protect import protect
-from elastic.placement.kernels.state import Flags, Floats, Frame, Ints, Layer, fill_from, heaviest, least_busiest, new_layer
+from elastic.placement.kernels.state import (
+    Flags,
+    Floats,
+    Frame,
+    Ints,
+    Layer,
+    fill_from,
+    heaviest,
+    least_busiest,
+    new_layer,
+)
 
 
 @compiled

@@ -49,7 +49,7 @@ def merge_keys(steps: Ints, start: Floats, after: Floats, keys: Floats) -> None:
         end = at
         while end < count and steps[end, 1] == number:
             kind = steps[end, 0]
-            if kind == COVER or kind == PROTECT:
+            if kind in (COVER, PROTECT):
                 keys[end] = -np.inf if kind == COVER else np.inf
             else:
                 gain[blocks] = reached - after[end]
@@ -64,7 +64,7 @@ def merge_keys(steps: Ints, start: Floats, after: Floats, keys: Floats) -> None:
             end += 1
         block = -1
         for i in range(at, end):
-            if steps[i, 0] == COVER or steps[i, 0] == PROTECT:
+            if steps[i, 0] in (COVER, PROTECT):
                 continue
             if block + 1 < blocks and first[block + 1] == i:
                 block += 1

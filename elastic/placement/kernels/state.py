@@ -132,7 +132,7 @@ def least_busiest(frame: Frame, load: Floats) -> float:
             break
         counts[top] += 1
         shares[top] = load[top] / counts[top]
-    return max(mean, shares.max())
+    return float(max(mean, shares.max()))
 
 
 @compiled

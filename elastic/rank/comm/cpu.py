@@ -322,6 +322,8 @@ class CpuEpBackend:
             if self._masks[peer] != ABSENT:
                 self._faults.append(PeerFault(peer, what))
                 self._set(peer, MASKED)
+        # the agent's thread may have been first to learn of it, while the loop waits
+        self._transport.ring()
 
 
 def _ranges(spans: Sequence[tuple[int, int]]) -> Ints:
