@@ -78,7 +78,8 @@ class Weights:
         rest = [m for m in moves if m not in done]
         for move in rest:
             self._load_local(move)
-        size, local = self._arch.expert_bytes, Source(len(rest), len(rest) * self._arch.expert_bytes)
+        size = self._arch.expert_weights * self._experts.w13.element_size()
+        local = Source(len(rest), len(rest) * size)
         return self._loaded(Source(len(done), len(done) * size), local, began)
 
     def load_dense(self, source_slot: int | None, *, deadline_s: float) -> Loaded:
