@@ -2,7 +2,8 @@
 #
 #   make demo                                   form a group, kill a rank under traffic, show how it healed
 #   make test    PYTEST_ARGS="-k placement"     the tests
-#   make lint    make bench    make clean
+#   make bench                                  20 faults measured, written to docs/results/bench-cpu.json
+#   make lint    make clean
 #
 # Settings, for the run that makes .venv (after a change: make clean):
 #   PYTHON=python3.12                                     an interpreter, 3.11 or newer
@@ -23,7 +24,7 @@ help:
 	@sed -n 's/^#  *make /make /p' Makefile
 
 demo: $(VENV)/.embedded
-	$(BIN)/healer demo
+	@$(BIN)/healer demo $(DEMO_ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -34,7 +35,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.embedded
-	$(BIN)/python -m chaos.bench $(BENCH_ARGS)
+	@$(BIN)/python -m chaos.bench $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,15 +2,20 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
-from elastic.errors import ElasticError, NeedsReplan, Retryable
+from elastic.errors import ElasticError, NeedsReplan, Retryable, Unreachable
 from elastic.protocol import MAX_FRAME_BYTES, AnyMessage, Command, Failed, Hello, Refused, decode, encode
 
 T = TypeVar("T")
+
+SLICE_S = 0.5
+LATE_S = 0.1
+"""A slice of a wait that takes longer by this was spent standing still."""
 
 
 async def read_frame(reader: asyncio.StreamReader) -> AnyMessage:
@@ -74,7 +79,8 @@ class Channel:
         """Send a command and wait for its answer.
 
         Raises Retryable on the deadline or a closed channel, NeedsReplan when the rank refuses (epoch or phase), and
-        ElasticError with the rank's own words when the command failed there.
+        ElasticError with the rank's own words when the command failed there: Unreachable where other ranks were the
+        reason. Time in which this process itself stood still does not count towards the deadline.
         """
         if self.closed:
             raise Retryable(f"{self.name}: connection is closed")
@@ -83,16 +89,16 @@ class Channel:
         self.send(message)
         what = type(message).__name__
         try:
-            async with asyncio.timeout(deadline_s):
-                got = await future
-        except TimeoutError:
-            raise Retryable(f"{self.name}: no answer to {what} within {deadline_s:g} s") from None
+            if not await _done(future, deadline_s):
+                raise Retryable(f"{self.name}: no answer to {what} within {deadline_s:g} s")
+            got = future.result()
         finally:
             self._waiting.pop(message.id, None)
         if isinstance(got, Refused):
             raise NeedsReplan(f"{self.name}: refused {what}: {got.why}")
         if isinstance(got, Failed):
-            raise ElasticError(f"{self.name}: {what} failed: {got.why}")
+            text = f"{self.name}: {what} failed: {got.why}"
+            raise Unreachable(text, got.unreachable) if got.unreachable else ElasticError(text)
         if not isinstance(got, answer):
             raise ElasticError(f"{self.name}: answered {what} with {type(got).__name__}")
         return got
@@ -131,3 +137,16 @@ class Channel:
             # a bug in `on_event`: a channel that looks open but reads nothing would be worse than one that is closed
             self._close(f"{type(error).__name__}: {error}")
             raise
+
+
+async def _done(future: asyncio.Future[AnyMessage], deadline_s: float) -> bool:
+    """Wait in slices, each of which counts at most its own length. After a stop of this process (SIGSTOP, a suspended
+    machine) the answers that came meanwhile lie unread, and every timer is due at once: that is no silence of a peer."""
+    left, late = deadline_s, False
+    while not future.done() and (left > 0 or late):
+        slice_s = min(left, SLICE_S) if left > 0 else SLICE_S
+        began = time.monotonic()
+        await asyncio.wait([future], timeout=slice_s)
+        late = left > 0 and time.monotonic() - began > slice_s + LATE_S
+        left -= slice_s
+    return future.done()

@@ -3,6 +3,8 @@
 Every message is written for the engineer on call: what happened, where, and what to do next.
 """
 
+from collections.abc import Iterable
+
 
 class ElasticError(Exception):
     """Base class; also the class of errors that only a human can act on (bad input, missing file, refused target)."""
@@ -10,6 +12,14 @@ class ElasticError(Exception):
 
 class Retryable(ElasticError):
     """The same command may be sent again, unchanged: a deadline passed, a connection closed."""
+
+
+class Unreachable(Retryable):
+    """Other ranks gave a rank no answer: the fault is theirs, or of the way to them, not of the rank that says so."""
+
+    def __init__(self, message: str, slots: Iterable[int]) -> None:
+        super().__init__(message)
+        self.slots = tuple(sorted(slots))
 
 
 class NeedsReplan(ElasticError):

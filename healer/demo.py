@@ -10,21 +10,23 @@ import contextlib
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console
 
-from elastic.client import Traffic, random_prompts
+from elastic.client import Tokens, Traffic, random_prompts
 from elastic.errors import ElasticError
 from healer import __version__, drill
 from healer.demo_report import DemoReport, Fault, Survivor, problems_of, show
 from healer.deployment import Deployment
 from healer.interrupt import Interrupted, run_to_its_end
 from healer.tables import console
+
+T = TypeVar("T")
 
 RANKS, MAX_RANKS, VOCAB = 4, 6, 512
 MODEL = "tiny-moe"
@@ -110,44 +112,34 @@ class _Demo:
 
     async def run(self) -> DemoReport:
         """Raises ElasticError where no report can be given."""
+        report = await self._deployment.watched(self._show())
+        self._progress.doing("stopping")
+        await self._deployment.stop()
+        self._progress.done("the daemon has stopped the group and itself")
+        return report
+
+    async def _show(self) -> DemoReport:
         options, deployment, progress = self._options, self._deployment, self._progress
-        group = await self._start()
-        before, known = _by_slot(group), await drill.incidents(deployment)
-        progress.doing("requests without a fault")
-        usual = await self._traffic().run()
-        expected = [a.tokens for a in usual]
-        wrong = drill.wrong(usual, expected)
-        if wrong:
-            raise ElasticError(f"without any fault: {'; '.join(wrong)}")
-        began, ended = min(a.times[0] for a in usual), max(a.times[-1] for a in usual)
-        usual_silence_s = drill.longest_gap_s(usual, began, ended)
-        progress.done(
-            f"{len(usual)} concurrent requests of {options.tokens} tokens without a fault: "
-            f"{ended - began:.2f} s, longest silence {usual_silence_s * 1000:.0f} ms"
-        )
-        replays = await drill.replays(deployment)
-        traffic = self._traffic()
+        before = _by_slot(await self._start())
+        known = await drill.incidents(deployment)
+        expected, usual_silence_s = await self._without_fault()
+        replays, traffic = await drill.replays(deployment), self._traffic()
         started, fault_at = await self._fault(traffic)
         replayed = await drill.replays(deployment) - replays
-        wrong = drill.wrong(traffic.answers, expected)
         progress.done(f"all {options.requests} requests ended, {replayed} were replayed on another rank")
         healing = await drill.healed(
-            deployment, known, fault_at, HEAL_S, lambda at: progress.doing(f"healing: {at}" if at else "healing: boot")
+            deployment, known, fault_at, HEAL_S, lambda at: progress.doing(f"healing: {at or 'refill: boot'}")
         )
-        group = await deployment.settled(HEAL_S)
         progress.done(f"slot {options.slot} was live again {healing.capacity_s:.2f} s after the fault")
         progress.doing("the same requests on the healed group")
-        after = await self._traffic().run()
-        again = drill.wrong(after, expected)
+        again = await self._traffic().run()
+        after = _by_slot(await deployment.settled(HEAL_S))
         progress.done("the same requests once more on the healed group")
-        group = await deployment.settled(HEAL_S)
-        progress.doing("stopping")
-        await deployment.stop()
-        progress.done("the daemon has stopped the group and itself")
-        survivors = tuple(_survivor(before[s], _by_slot(group)[s], healing) for s in before if s != options.slot)
+        survivors = tuple(_survivor(before[s], after[s], healing) for s in before if s != options.slot)
         in_flight = drill.in_flight(traffic.answers, fault_at)
-        live_again = _is_replaced(before[options.slot], _by_slot(group)[options.slot])
-        wrong += [f"{one} (on the healed group)" for one in again]
+        live_again = _is_replaced(before[options.slot], after[options.slot])
+        wrong = drill.wrong(traffic.answers, expected)
+        wrong += [f"{one} (on the healed group)" for one in drill.wrong(again, expected)]
         return DemoReport(
             version=__version__,
             fault=options.fault,
@@ -158,7 +150,7 @@ class _Demo:
             in_flight=in_flight,
             completed=sum(1 for a in traffic.answers if a.error is None and a.finish),
             replayed=replayed,
-            tokens_equal=[a.tokens for a in traffic.answers] == expected == [a.tokens for a in after],
+            tokens_equal=[a.tokens for a in traffic.answers] == expected == [a.tokens for a in again],
             silence_s=drill.longest_gap_s(traffic.answers, fault_at, fault_at + healing.capacity_s),
             usual_silence_s=usual_silence_s,
             live_again=live_again,
@@ -167,6 +159,21 @@ class _Demo:
             problems=problems_of(wrong, in_flight, options.slot, live_again, survivors),
             took_s=progress.elapsed_s,
         )
+
+    async def _without_fault(self) -> tuple[list[Tokens], float]:
+        """The tokens of each answer, and the longest silence of a client in seconds."""
+        self._progress.doing("requests without a fault")
+        answers = await self._traffic().run()
+        wrong = drill.wrong(answers, [a.tokens for a in answers])
+        if wrong:
+            raise ElasticError(f"without any fault: {'; '.join(wrong)}")
+        began, ended = min(a.times[0] for a in answers), max(a.times[-1] for a in answers)
+        silence_s = drill.longest_gap_s(answers, began, ended)
+        self._progress.done(
+            f"{len(answers)} concurrent requests of {self._options.tokens} tokens without a fault: "
+            f"{ended - began:.2f} s, longest silence {silence_s * 1000:.0f} ms"
+        )
+        return [a.tokens for a in answers], silence_s
 
     async def _start(self) -> dict[str, Any]:
         deployment, progress = self._deployment, self._progress
@@ -198,12 +205,12 @@ class _Demo:
             *("--run-dir", str(self._deployment.run_dir), "--armed", "--json"),
         )
         # it has started, so that the order takes effect at once
-        await asyncio.wait_for(injector.stderr.readline(), CHILD_S)  # type: ignore[union-attr]
+        await _within(injector.stderr.readline(), "healer-chaos is armed")  # type: ignore[union-attr]
         started, running = time.monotonic(), asyncio.create_task(traffic.run())
         try:
             middle = options.requests * options.tokens // 2
             await traffic.reached(middle)
-            out, errors = await asyncio.wait_for(injector.communicate(b"\n"), CHILD_S)
+            out, errors = await _within(injector.communicate(b"\n"), "healer-chaos has injected the fault")
             sent = _sent(out, errors)
             progress.done(f"the same again; {options.fault} slot {options.slot} (pid {sent['member']['pid']}) half-way")
             await running
@@ -232,10 +239,17 @@ async def _spawn(*arguments: str) -> asyncio.subprocess.Process:
 async def _child(*arguments: str) -> None:
     """Raises ElasticError with its last words."""
     child = await _spawn(*arguments)
-    out, errors = await asyncio.wait_for(child.communicate(), CHILD_S)
+    out, errors = await _within(child.communicate(), f"{arguments[1]} has ended")
     if child.returncode:
         said = (errors or out).decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise ElasticError(f"{' '.join(arguments[1:2])}: {said[-1].removeprefix('error: ')}")
+        raise ElasticError(f"{arguments[1]}: {said[-1].removeprefix('error: ')}")
+
+
+async def _within(work: Coroutine[Any, Any, T], what: str) -> T:
+    try:
+        return await asyncio.wait_for(work, CHILD_S)
+    except TimeoutError:
+        raise ElasticError(f"not within {CHILD_S:g} s: {what}") from None
 
 
 def _by_slot(group: dict[str, Any]) -> dict[int, dict[str, Any]]:

@@ -14,6 +14,7 @@ from healer.tables import console, size
 Fault = Literal["kill", "stop"]
 
 _SAID = {"kill": "SIGKILL", "stop": "SIGSTOP"}
+_DID = {"kill": "died", "stop": "hung"}
 _FROM = {"peer": "a live peer", "host": "host memory", "disk": "disk"}
 _WHAT = {
     "decide": "the daemon judges, writes it down and gives the order",
@@ -103,7 +104,7 @@ def show(report: DemoReport, out: Console | None = None) -> None:
         out.print(f"[red]wrong:[/red] {escape(problem)}")
     if not report.problems:
         out.print(
-            f"[green]ok[/green]: slot {report.slot} died, {report.completed} of {report.requests} requests completed, "
+            f"[green]ok[/green]: slot {report.slot} {_DID[report.fault]}, {report.completed} of {report.requests} requests completed, "
             "every token as without the fault"
         )
 

@@ -5,11 +5,12 @@ import asyncio
 import contextlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from elastic.errors import ElasticError, Retryable
 T = TypeVar("T")
 
 POLL_S = 0.02
+WATCH_S = 0.1
 END_DEADLINE_S = 10.0
 TEMP_LIMIT = 45
 """Characters of the directory for temporary files: a Unix socket's path holds 107 bytes, run directories keep to 70."""
@@ -102,8 +104,7 @@ class Deployment:
 
         async def probe() -> dict[str, Any] | None:
             nonlocal why
-            if self.daemon is not None and self.daemon.poll() is not None:
-                raise _Ended(f"the daemon ended with exit code {self.daemon.returncode}: {self._last_words()}")
+            self._check()
             status = await self.get("/status")
             why, group = status["why"], status["group"]
             if progress is not None:
@@ -117,6 +118,19 @@ class Deployment:
         except Retryable as error:
             raise ElasticError(f"{error}; {why}" if why else str(error)) from None
 
+    async def watched(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work`; when the daemon ends meanwhile, cancel it and raise ElasticError with the daemon's last words."""
+        task = asyncio.create_task(work)
+        try:
+            while not (await asyncio.wait([task], timeout=WATCH_S))[0]:
+                self._check()
+            return task.result()
+        except _Ended as error:
+            raise ElasticError(str(error)) from None
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
     async def stop(self, deadline_s: float = 30.0) -> None:
         """Ask the daemon to end serving and itself. Raises ElasticError when it refuses or does not end in time."""
         answer = await self.post("/stop", {})
@@ -128,10 +142,10 @@ class Deployment:
 
         await eventually(ended, "the daemon has ended", deadline_s)
 
-    def kill_daemon(self) -> None:
-        """SIGKILL; the group goes on."""
+    def kill_daemon(self, signum: signal.Signals = signal.SIGKILL) -> None:
+        """End the daemon alone; the group goes on."""
         if self.daemon is not None:
-            self.daemon.kill()
+            self.daemon.send_signal(signum)
             self.daemon.wait()
 
     def log(self) -> str:
@@ -188,6 +202,10 @@ class Deployment:
         module = line[line.index("-m") + 1] if "-m" in line[:-1] else ""
         ours = module.partition(".")[0] in ("chaos", "elastic", "healer")
         return ours and any(self.root.name in argument for argument in line)
+
+    def _check(self) -> None:
+        if self.daemon is not None and self.daemon.poll() is not None:
+            raise _Ended(f"the daemon ended with exit code {self.daemon.returncode}: {self._last_words()}")
 
     def _last_words(self) -> str:
         lines = [line for line in self.log().splitlines() if line.strip()]

@@ -68,6 +68,7 @@ class Supervisor:
         """By evidence id, its entry in the journal."""
         self._events: deque[Event] = deque()
         self._busy = False
+        self._in_sequence = False
         self._started_at = self._last_round = clock.monotonic()
         self._next_housekeeping = self._started_at
         self._started = ""
@@ -186,11 +187,13 @@ class Supervisor:
             case BootFailed():
                 self._boot_failed(event)
             case PhaseBegan():
+                self._in_sequence = True
                 self._log.say(
                     "debug", "phase", sequence=event.kind, phase=event.phase, epoch=event.epoch, slots=event.slots
                 )
                 self._phase(event)
             case SequenceEnded():
+                self._in_sequence = False
                 self._sequence_ended(event)
 
     def _gone(self, event: RankGone) -> None:
@@ -367,6 +370,8 @@ class Supervisor:
     def _close_if_healed(self) -> None:
         if self._casebook.current is None or not self._started or not self._roster.settled:
             return
+        if self._in_sequence:
+            return  # the view counts a joining rank before its commit has ended, and its report belongs to the incident
         if any(v.health == Health.UNHEALTHY for v in self._verdicts.values()):
             return
         incident, outcome, open_s = self._casebook.close(len(self._roster.group.target))

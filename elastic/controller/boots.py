@@ -62,9 +62,12 @@ class Boots:
         self._failures.pop(slot, None)
         return self.ready.pop(slot)
 
-    def failed(self, slot: int, why: str) -> None:
-        """A ready process died or could not be prepared: end it and count it."""
-        link = self.ready.pop(slot)
+    def failed(self, link: RankLink, why: str) -> None:
+        """A ready process died or could not be prepared: end it and count it, once, whoever notices first."""
+        slot = link.member.slot
+        if self.ready.get(slot) is not link:
+            return
+        del self.ready[slot]
         self._drop(slot, link.member.incarnation, Launched(link.member.pid, link.member.pid_start))
         self._count(slot, link.member.incarnation, why)
         self._wake()
@@ -86,7 +89,7 @@ class Boots:
                 self._drop(slot, link.member.incarnation, Launched(link.member.pid, link.member.pid_start))
 
     async def close(self) -> None:
-        """Let go; processes that are up stay up."""
+        """Let go; processes that are up stay up, those on their way end, since nobody would watch them."""
         for task in list(self._tasks.values()):
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -105,6 +108,9 @@ class Boots:
                     self._remember(slot, incarnation, started)
                     self.ready[slot] = await self._up(slot, incarnation, started)
                     return
+                except asyncio.CancelledError:
+                    self._drop(slot, incarnation, started)
+                    raise
                 except ElasticError as error:
                     self._drop(slot, incarnation, started)
                     self._count(slot, incarnation, str(error))

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable
+from pathlib import Path
 from typing import Any
 
 from elastic.config import GroupConfig, read_model_shape
@@ -26,8 +27,8 @@ from elastic.view import Member
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.25
-"""Pause before a failed sequence is tried again, unless something new happens."""
+RETRY_S, RETRY_MAX_S = 0.25, 8.0
+"""Pause before a failed sequence is tried again, unless something new happens; doubled each time that it fails again."""
 
 TIER_DEADLINE_S = 600.0
 END_S = 5.0
@@ -62,6 +63,9 @@ class Executor:
         self._loop: asyncio.Task[None] | None = None
         self._running: asyncio.Task[None] | None = None
         self._failure = ""
+        self._failures = 0
+        """Sequences in a row that failed."""
+        self._save_error = ""
         self._formed = False
 
     # --- the owner's side -----------------------------------------------------------------------------------------
@@ -198,8 +202,10 @@ class Executor:
                 await self._launcher.build_tier(deadline_s=TIER_DEADLINE_S)
             await self._gateway.start(deadline_s=self.config.prepare_deadline_s)
             self._begin()
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._formed or bool(self._boots.quarantined) or self._dead())
+            with contextlib.suppress(TimeoutError):
+                # a boot, a load and a commit, each with its own deadline
+                async with asyncio.timeout(3 * self.config.prepare_deadline_s), self._changed:
+                    await self._changed.wait_for(lambda: self._formed or bool(self._boots.quarantined))
             if not self._formed:
                 why = "; ".join(f"slot {s}: {w}" for s, w in self._boots.quarantined.items()) or self._failure
                 raise ElasticError(f"the group could not be formed: {why}")
@@ -214,6 +220,7 @@ class Executor:
         for link in strays:
             await link.aclose()
             self._launcher.end(launched(link.member))
+            Path(link.member.address).unlink(missing_ok=True)
         top = [link.status.epoch for links_ in found.values() for link in links_]
         group.epoch = max([group.epoch, *top])
         for slot, link in links.items():
@@ -262,24 +269,32 @@ class Executor:
         await asyncio.gather(*(t for t in (self._loop, self._running) if t is not None), return_exceptions=True)
         self._loop = self._running = None
 
-    def _dead(self) -> bool:
-        return self._loop is not None and self._loop.done()
-
     # --- the loop -------------------------------------------------------------------------------------------------
 
     async def _reconcile(self) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while (sequence := await self._next()) is not None:
-                self._running = asyncio.create_task(sequence, name="sequence")
-                failed = await self._finish(self._running)
-                self._running = None
-                self._save()
-                await self._notify()
-                if failed:
-                    await self._pause()
+            try:
+                await self._settle()
+            except Exception as error:
+                # without this loop nothing is healed any more: no bug may end it
+                log.error("the executor's loop failed", exc_info=error)
+                self._failure, self._running = f"{type(error).__name__}: {error}", None
+                self._failures += 1
+                await self._pause()
+                self._wake.set()
             await self._notify()
+
+    async def _settle(self) -> None:
+        while (sequence := await self._next()) is not None:
+            self._running = asyncio.create_task(sequence, name="sequence")
+            failed = await self._finish(self._running)
+            self._running = None
+            self._save()
+            await self._notify()
+            if failed:
+                await self._pause()
 
     async def _next(self) -> Coroutine[Any, Any, None] | None:
         """What to do now; None: nothing, until somebody wakes the loop."""
@@ -322,7 +337,7 @@ class Executor:
         error = task.exception()
         if error is None:
             self._formed = self._formed or bool(live)
-            self._failure = ""
+            self._failure, self._failures = "", 0
             return False
         self._failure = str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
         if not isinstance(error, ElasticError):
@@ -332,13 +347,15 @@ class Executor:
         if isinstance(error, Unresponsive):
             self.lose(error.slots, cause=f"no answer within the commit deadline: {error}", detected=time.monotonic())
             return False
+        self._failures += 1
         return True
 
     async def _pause(self) -> None:
         """A failed sequence is tried again after a while, or when something new is known."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(RETRY_S):
+            async with asyncio.timeout(min(RETRY_S * 2 ** min(self._failures - 1, 10), RETRY_MAX_S)):
                 await self._wake.wait()
+        self._wake.clear()
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -351,7 +368,7 @@ class Executor:
             slot = event.member.slot
             link = self._boots.ready.get(slot)
             if link is not None and link.member == event.member:
-                self._boots.failed(slot, f"ended before it joined: {self._words(event.member)}")
+                self._boots.failed(link, f"ended before it joined: {self._words(event.member)}")
             return
         if isinstance(event, BootFailed) and not self._formed:
             # at the first start a rank that cannot come up is a mistake to report, not a fault to heal
@@ -386,16 +403,22 @@ class Executor:
         coming = self._boots.booting | set(self._boots.ready)
         members = {s: m for s, m in self._known.items() if s in coming}
         members |= {s: link.member for s, link in self._group.links.items()}
-        save_state(
-            self.config,
-            GroupState(
-                group=self.config.name,
-                epoch=self._group.epoch,
-                target=self._target,
-                members=tuple(members[s] for s in sorted(members)),
-                incarnations=dict(self._incarnations),
-            ),
+        state = GroupState(
+            group=self.config.name,
+            epoch=self._group.epoch,
+            target=self._target,
+            members=tuple(members[s] for s in sorted(members)),
+            incarnations=dict(self._incarnations),
         )
+        error = ""
+        try:
+            save_state(self.config, state)
+        except OSError as failure:
+            # a hint for the next controller, which asks the ranks in any case: a full disk must not end healing
+            error = str(failure)
+        if error and error != self._save_error:
+            log.error("the group's state cannot be saved: %s", error)
+        self._save_error = error
 
     def _choose(self, ranks: int) -> tuple[int, ...]:
         """The slots for a number of ranks: keep the lowest, take the lowest empty ones."""

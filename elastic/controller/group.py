@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Collection, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -9,7 +10,7 @@ import msgspec
 
 from elastic.config import GroupConfig, ModelShape
 from elastic.controller.link import RankLink
-from elastic.errors import ElasticError, NeedsReplan, Retryable
+from elastic.errors import ElasticError, NeedsReplan, Retryable, Unreachable
 from elastic.placement import HOLE, Move, Placement, Plan
 from elastic.placement.maps import Row
 from elastic.protocol import Commit, Committed, Done, Late, Parked, Peer, Resume, StopAt
@@ -24,8 +25,12 @@ BUSY_LEAD = 2
 """Rounds between the newest round seen and the one to stop before: the order must arrive before it begins."""
 
 
+MISSES = 3
+"""Deadlines that a rank which beats may miss, with nothing to show, before it counts as unresponsive all the same."""
+
+
 class Unresponsive(Retryable):
-    """Ranks of the view that gave no answer within the deadline although their connection stands."""
+    """Ranks of the view that gave no answer within the deadline although their connection stands, and do not beat."""
 
     def __init__(self, message: str, slots: Collection[int]) -> None:
         super().__init__(message)
@@ -45,6 +50,8 @@ class Group:
         """Ranks of the view that stand, since this answer. Empty while the group serves."""
         self.unsettled = False
         """Orders of a sequence are out that only a full commit takes back."""
+        self._misses: Counter[int] = Counter()
+        self._held: Placement | None = None
 
     def empty_placement(self) -> Placement:
         row: Row = (HOLE,) * (self.config.max_ranks * self.config.slots_per_rank)
@@ -62,13 +69,21 @@ class Group:
                 rows[layer][span.start : span.stop] = row
         return msgspec.structs.replace(empty, rows=tuple(tuple(row) for row in rows))
 
+    def note_held(self, contents: Placement) -> None:
+        """What the ranks hold at the start of an attempt. A commit that was too slow is given up and tried again, and what
+        it loaded stays: as long as that gets on, slowness is no fault."""
+        if contents != self._held:
+            self._misses.clear()
+        self._held = contents
+
     @property
     def live(self) -> tuple[int, ...]:
         return self.view.live if self.view else ()
 
     async def each(self, calls: Mapping[int, Coroutine[Any, Any, T]]) -> dict[int, T]:
-        """Run one call per slot at once and wait for all. Of several failures the one that says most is raised:
-        a rank that is gone (Retryable; its owner is told by its link), then silence (Unresponsive), then the others."""
+        """Run one call per slot at once and wait for all. Of several failures the one that says most is raised: a rank
+        that is gone (Retryable; its owner is told by its link), then silence (Unresponsive; Retryable where the ranks
+        beat, and so are slow, not hung), then ranks that could not reach others (Unreachable), then the rest."""
         results = await asyncio.gather(*calls.values(), return_exceptions=True)
         failures: dict[int, BaseException] = {}
         answers: dict[int, T] = {}
@@ -83,18 +98,25 @@ class Group:
             if not isinstance(error, ElasticError):
                 raise error
         text = "; ".join(str(e) for e in failures.values())
-        silent = [
-            s for s, e in failures.items() if isinstance(e, Retryable) and s in self.links and not self.links[s].gone
-        ]
-        if len(silent) < len(failures) and any(
-            isinstance(e, Retryable) for s, e in failures.items() if s not in silent
-        ):
+        unanswered = [s for s, e in failures.items() if isinstance(e, Retryable) and not isinstance(e, Unreachable)]
+        silent = [s for s in unanswered if s in self.links and not self.links[s].gone]
+        if len(silent) < len(unanswered):
             raise Retryable(text)
+        self._misses.update(silent)
+        hung = [s for s in silent if self._mute(s) or self._misses[s] >= MISSES]
+        if hung:
+            raise Unresponsive(text, hung)
         if silent:
-            raise Unresponsive(text, silent)
+            raise Retryable(text)
+        if accused := {s for e in failures.values() if isinstance(e, Unreachable) for s in e.slots}:
+            raise Unreachable(text, accused)
         if any(isinstance(e, NeedsReplan) for e in failures.values()):
             raise NeedsReplan(text)
         raise ElasticError(text)
+
+    def _mute(self, slot: int) -> bool:
+        limit_s = max(self.config.commit_deadline_s / 2, 3 * self.config.heartbeat_s)
+        return time.monotonic() - self.links[slot].beat_at > limit_s
 
     # --- the two-stage stop ---------------------------------------------------------------------------------------
 
@@ -168,6 +190,7 @@ class Group:
         await self.each({s: one(s) for s in self.live})
         self.parked = {}
         self.unsettled = False
+        self._misses.clear()
 
     def peer(self, slot: int) -> Peer:
         return self.links[slot].status.peer

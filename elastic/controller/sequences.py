@@ -18,11 +18,11 @@ from elastic.controller.group import Group, first_plan, moves_by_slot
 from elastic.controller.link import RankLink
 from elastic.controller.recorder import Recorder
 from elastic.controller.records import Event
-from elastic.errors import ElasticError, Infeasible
+from elastic.errors import ElasticError, Infeasible, Unreachable
 from elastic.launch.base import Launched, Launcher
 from elastic.placement import Move, Plan, initial, replan
 from elastic.placement.maps import Row
-from elastic.protocol import Abort, Done, Leave, Parked, Prepare, Prepared, Route
+from elastic.protocol import Abort, Done, Leave, Link, Parked, Prepare, Prepared, Route
 from elastic.view import View
 
 T = TypeVar("T")
@@ -73,6 +73,7 @@ class Sequences:
                 await link.aclose()
                 Path(link.member.address).unlink(missing_ok=True)
         contents = group.contents({s: p.contents for s, p in group.parked.items()})
+        group.note_held(contents)
         if not survivors:
             group.view, group.unsettled = None, False
             self._view_changed()
@@ -126,13 +127,20 @@ class Sequences:
         moves = moves_by_slot(plan.fills) if parked else moves_by_slot(plan.fills, plan.overwrites)
         with rec.phase("load"):
             failed = await self._prepare_all(rec, joiners, present, moves)
+        if not failed:
+            with rec.phase("connect"):
+                failed = await self._link_all(joiners, present)
+        if not failed:
+            with rec.phase("park"):
+                await group.stop()
+            failed = {s: f"slot {s} died" for s, link in joiners.items() if self._boots.ready.get(s) is not link}
+            if failed and not parked:
+                await group.resume()
         if failed:
             for slot, why in failed.items():
-                self._boots.failed(slot, why)
+                self._boots.failed(joiners[slot], why)
             rec.end("rolled-back", "; ".join(failed.values()), present)
             return
-        with rec.phase("park"):
-            await group.stop()
         view = self._next_view(everyone, plan)
         # from here on the joiners are members: whatever interrupts the commit treats them as survivors
         for slot in slots:
@@ -167,9 +175,13 @@ class Sequences:
     async def _prepare_all(
         self, rec: Recorder, joiners: dict[int, RankLink], present: Collection[int], moves: dict[int, tuple[Move, ...]]
     ) -> dict[int, str]:
-        """Connect and load on all sides while the group serves. Returns why each failed joiner failed; a failure of a
-        present rank is raised."""
+        """Connect and load on all sides while the group serves. Returns why each failed joiner failed: by its own word or
+        silence, or because others could not reach it. Any other failure of a present rank is raised.
+
+        The ranks keep to the deadline; the wait for their answers is longer, so that a rank that was kept waiting can
+        say by whom."""
         group = self._group
+        deadline_s = self._config.prepare_deadline_s + self._config.commit_deadline_s
         new = {s: link.status.peer for s, link in joiners.items()}
 
         async def joiner(slot: int, link: RankLink, order_: int) -> Prepared:
@@ -183,31 +195,70 @@ class Sequences:
                 dense_from=source,
                 capture=True,
             )
-            return await link.call(order, Prepared, deadline_s=self._config.prepare_deadline_s)
+            return await link.call(order, Prepared, deadline_s=deadline_s)
 
         async def survivor(slot: int) -> Prepared:
             link = group.links[slot]
             order = Prepare(id=link.next_id(), epoch=group.epoch, peers=tuple(new.values()), moves=moves.get(slot, ()))
-            return await link.call(order, Prepared, deadline_s=self._config.prepare_deadline_s)
+            return await link.call(order, Prepared, deadline_s=deadline_s)
 
-        async with asyncio.TaskGroup() as tasks:
-            ups = {s: tasks.create_task(_outcome(joiner(s, link, i))) for i, (s, link) in enumerate(joiners.items())}
-            olds = tasks.create_task(_outcome(group.each({s: survivor(s) for s in present})))
-        old = olds.result()
-        if isinstance(old, ElasticError):
-            raise old
-        for slot, prepared in old.items():
+        ups, olds, failed = await self._both(
+            {s: joiner(s, link, i) for i, (s, link) in enumerate(joiners.items())}, {s: survivor(s) for s in present}
+        )
+        for slot, prepared in (olds | ups).items():
             rec.loaded(slot, prepared.loaded)
+            if slot in ups:
+                end = time.monotonic()
+                rec.add_phase(f"capture {slot}", end - prepared.capture_s, end)
+        return failed
+
+    async def _link_all(self, joiners: dict[int, RankLink], present: Collection[int]) -> dict[int, str]:
+        """Connect the EP back ends, joiners first: see `Link`. Returns failures as `_prepare_all`."""
+        group = self._group
+        deadline_s = self._config.prepare_deadline_s + self._config.commit_deadline_s
+        new = {s: link.status.peer for s, link in joiners.items()}
+        old = {s: group.peer(s) for s in present}
+
+        async def joiner(slot: int, link: RankLink, wait: bool) -> Done:
+            peers = (*old.values(), *(p for s, p in new.items() if s != slot))
+            order = Link(id=link.next_id(), epoch=group.epoch, peers=peers, wait=wait)
+            return await link.call(order, Done, deadline_s=deadline_s)
+
+        async def survivor(slot: int) -> Done:
+            link = group.links[slot]
+            order = Link(id=link.next_id(), epoch=group.epoch, peers=tuple(new.values()), wait=True)
+            return await link.call(order, Done, deadline_s=deadline_s)
+
+        _, _, failed = await self._both({s: joiner(s, link, False) for s, link in joiners.items()}, {})
+        if not failed:
+            waits = {s: joiner(s, link, True) for s, link in joiners.items()}
+            _, _, failed = await self._both(waits, {s: survivor(s) for s in present})
+        return failed
+
+    async def _both(
+        self, joiners: dict[int, Coroutine[Any, Any, T]], present: dict[int, Coroutine[Any, Any, T]]
+    ) -> tuple[dict[int, T], dict[int, T], dict[int, str]]:
+        """Run calls to joiners and to present ranks at once. Returns the answers of both, and why each failed joiner
+        failed; a failure of a present rank that is no joiner's fault is raised."""
+        async with asyncio.TaskGroup() as tasks:
+            ups = {s: tasks.create_task(_outcome(call)) for s, call in joiners.items()}
+            old = await _outcome(self._group.each(present))
+            if isinstance(old, ElasticError):
+                for task in ups.values():
+                    task.cancel()
+        if isinstance(old, ElasticError):
+            if accused := _accused(old, joiners):
+                return {}, {}, accused
+            raise old
+        answers: dict[int, T] = {}
         failed: dict[int, str] = {}
         for slot, task in ups.items():
             result = task.result()
             if isinstance(result, ElasticError):
-                failed[slot] = str(result)
+                failed |= _accused(result, joiners) or {slot: str(result)}
             else:
-                rec.loaded(slot, result.loaded)
-                end = time.monotonic()
-                rec.add_phase(f"capture {slot}", end - result.capture_s, end)
-        return failed
+                answers[slot] = result
+        return answers, old, failed
 
     # --- retire ---------------------------------------------------------------------------------------------------
 
@@ -221,6 +272,26 @@ class Sequences:
         with rec.phase("handover"):
             await self._gateway.route(group.epoch, self.routes(draining=slots))
             await self._gateway.drained(slots, deadline_s=self._config.commit_deadline_s)
+        try:
+            plan = await self._move_away(rec, present, staying)
+        except ElasticError:
+            # nobody knows whether they will be asked to leave again: until then they work
+            await self._gateway.route(group.epoch, self.routes())
+            raise
+        view = self._next_view(staying, plan)
+        leavers = {s: group.links.pop(s) for s in slots}
+        for slot in slots:
+            group.parked.pop(slot, None)
+        try:
+            await self._commit(rec, view, {}, phase="commit", survivors=staying)
+            await self._disconnected(staying)
+        finally:
+            await asyncio.shield(self._dismiss(leavers))
+        rec.end("committed", f"serving on {list(staying)}", staying)
+
+    async def _move_away(self, rec: Recorder, present: Collection[int], staying: tuple[int, ...]) -> Plan:
+        """Load on those who stay what only others hold, then bring all to a stand."""
+        group = self._group
         plan = await self._plan_retire(present, staying)
         if plan.overwrites:
             await self._vacate(rec, plan)
@@ -231,24 +302,26 @@ class Sequences:
             for slot in staying:
                 link = group.links[slot]
                 order = Prepare(id=link.next_id(), epoch=group.epoch, moves=moves.get(slot, ()))
-                orders[slot] = link.call(order, Prepared, deadline_s=self._config.prepare_deadline_s)
+                deadline_s = self._config.prepare_deadline_s + self._config.commit_deadline_s
+                orders[slot] = link.call(order, Prepared, deadline_s=deadline_s)
             for slot, prepared in (await group.each(orders)).items():
                 rec.loaded(slot, prepared.loaded)
         with rec.phase("park"):
             await group.stop()
-        view = self._next_view(staying, plan)
-        leavers = {s: group.links.pop(s) for s in slots}
-        for slot in slots:
-            group.parked.pop(slot, None)
-        try:
-            await self._commit(rec, view, {}, phase="commit", survivors=staying)
-        finally:
-            await asyncio.shield(self._dismiss(leavers))
-        rec.end("committed", f"serving on {list(staying)}", staying)
+        return plan
 
     async def _plan_retire(self, present: Collection[int], staying: Collection[int]) -> Plan:
         contents = self._group.contents(await self._held(present))
         return replan(contents, present=present, live=staying, redundant=self._config.redundant_experts)
+
+    async def _disconnected(self, slots: Collection[int]) -> None:
+        """Wait until these ranks have taken down what the last view left over: work of the background, in its order. A
+        rank that leaves keeps its memory until then."""
+        group, orders = self._group, {}
+        for slot in slots:
+            order = Prepare(id=group.links[slot].next_id(), epoch=group.epoch)
+            orders[slot] = group.links[slot].call(order, Prepared, deadline_s=self._config.commit_deadline_s)
+        await group.each(orders)
 
     async def _dismiss(self, leavers: dict[int, RankLink]) -> None:
         """Every peer has disconnected from them (or the commit failed and they are not part of any view): let them end."""
@@ -257,6 +330,7 @@ class Sequences:
             await _outcome(link.call(order, Done, deadline_s=1.0))
             await link.aclose()
             self._launcher.end(Launched(link.member.pid, link.member.pid_start))
+            Path(link.member.address).unlink(missing_ok=True)
 
     # --- shared ---------------------------------------------------------------------------------------------------
 
@@ -325,6 +399,11 @@ class Sequences:
             for slot in self._group.live
             if slot in links
         )
+
+
+def _accused(error: ElasticError, joiners: Collection[int]) -> dict[int, str]:
+    """The joiners that others could not reach, with their words."""
+    return {s: str(error) for s in error.slots if s in joiners} if isinstance(error, Unreachable) else {}
 
 
 async def _outcome(call: Coroutine[Any, Any, T]) -> T | ElasticError:

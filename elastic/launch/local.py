@@ -105,8 +105,8 @@ class LocalLauncher:
     def _spawn(self, name: str, arguments: list[str]) -> Launched:
         self.reap()
         path = log_path(self._config.root, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as log:
                 child = subprocess.Popen(
                     [sys.executable, "-m", *arguments],

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from elastic import process
 from elastic.channel import read_frame
 from elastic.config import GroupConfig
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, Unreachable
 from elastic.protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -30,6 +30,7 @@ from elastic.protocol import (
     Hello,
     Late,
     Leave,
+    Link,
     Load,
     Parked,
     Peer,
@@ -199,7 +200,7 @@ class Agent:
         if isinstance(message, Query):
             writer.write(encode(self.status(message.id)))
             return
-        if not isinstance(message, Prepare | StopAt | Abort | Commit | Resume | Leave):
+        if not isinstance(message, Prepare | Link | StopAt | Abort | Commit | Resume | Leave):
             print(f"agent: ignored {type(message).__name__}", flush=True)
             return
         if not self._gate.fence(message.epoch):
@@ -208,6 +209,8 @@ class Agent:
             return
         try:
             answer = await self._carry_out(message)
+        except Unreachable as error:
+            answer = Failed(id=message.id, why=str(error), unreachable=error.slots)
         except ElasticError as error:
             answer = Failed(id=message.id, why=str(error))
         except Exception as error:
@@ -218,10 +221,18 @@ class Agent:
             await writer.drain()
             self._gate.leave()
 
-    async def _carry_out(self, message: Prepare | StopAt | Abort | Commit | Resume | Leave) -> AnyMessage:
+    async def _carry_out(self, message: Prepare | Link | StopAt | Abort | Commit | Resume | Leave) -> AnyMessage:
         loop, phase = asyncio.get_running_loop(), self._gate.phase
         if isinstance(message, Prepare):
             return await loop.run_in_executor(self._worker, self._membership.prepare, message)
+        if isinstance(message, Link):
+            linking = loop.run_in_executor(self._worker, self._membership.link, message)
+            if message.wait:
+                await linking
+            else:
+                # its outcome is told to whoever waits with the same order; nobody else awaits it
+                linking.add_done_callback(lambda done: done.exception())
+            return Done(id=message.id)
         if isinstance(message, StopAt):
             if (begun := self._gate.stop_at(message.round)) is not None:
                 return Late(id=message.id, round=begun)
@@ -239,6 +250,7 @@ class Agent:
             if phase is not Phase.PARKED or self._engine.view is None:
                 return Refused(id=message.id, epoch=self._gate.epoch, why=f"the rank is {phase}, not parked in a view")
             self._gate.resume()
+            loop.run_in_executor(self._worker, self._membership.tidy).add_done_callback(lambda done: done.exception())
         return Done(id=message.id)
 
     async def _parked(self, id_: int, told: float) -> AnyMessage:

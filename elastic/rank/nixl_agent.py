@@ -22,7 +22,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +30,7 @@ import msgspec
 import torch
 
 from elastic.errors import ElasticError, Retryable
+from elastic.rank.comm.base import never
 
 PeerFailure = Literal["disconnect", "timeout"]
 
@@ -203,9 +204,17 @@ class NixlAgent:
         """Fetch from the peer's memory; on return all bytes are here. Raises PeerError."""
         self._finish(self.start("READ", peer, copies), deadline_s)
 
-    def write(self, peer: str, copies: Sequence[Copy], notification: bytes = b"", *, deadline_s: float) -> None:
+    def write(
+        self,
+        peer: str,
+        copies: Sequence[Copy],
+        notification: bytes = b"",
+        *,
+        deadline_s: float,
+        give_up: Callable[[], bool] = never,
+    ) -> None:
         """Put into the peer's memory; the peer gets `notification` after all bytes. Raises PeerError."""
-        self._finish(self.start("WRITE", peer, copies, notification), deadline_s)
+        self._finish(self.start("WRITE", peer, copies, notification), deadline_s, give_up)
 
     def start(
         self,
@@ -247,9 +256,16 @@ class NixlAgent:
                 self._nudge(peer)
         return transfer
 
-    def wait(self, transfers: Sequence[Transfer], *, deadline_s: float, first: bool = False) -> list[PeerError]:
-        """Wait until all transfers (with `first`: one of them) ended, or the deadline; returns one PeerError for each
-        that is not done, in their order."""
+    def wait(
+        self,
+        transfers: Sequence[Transfer],
+        *,
+        deadline_s: float,
+        first: bool = False,
+        give_up: Callable[[], bool] = never,
+    ) -> list[PeerError]:
+        """Wait until all transfers (with `first`: one of them) ended, or the deadline, or `give_up` says so; returns one
+        PeerError for each that is not done, in their order."""
         begun = nudged = time.monotonic()
         while True:
             with self._lock:
@@ -259,7 +275,7 @@ class NixlAgent:
                     nudged = now
                     for peer in {t.peer for t in running}:
                         self._nudge(peer)
-            if not running or (first and len(running) < len(transfers)) or now - begun >= deadline_s:
+            if not running or (first and len(running) < len(transfers)) or now - begun >= deadline_s or give_up():
                 break
             time.sleep(_CHECK_S)
         return [t.error or PeerError(t.peer, "timeout", t.doing) for t in transfers if not t.done]
@@ -369,8 +385,8 @@ class NixlAgent:
         while not self._closed.wait(_EAGER_POLL_S if time.monotonic() < self._eager_until else poll_s):
             self.poll()
 
-    def _finish(self, transfer: Transfer, deadline_s: float) -> None:
-        for error in self.wait([transfer], deadline_s=deadline_s):
+    def _finish(self, transfer: Transfer, deadline_s: float, give_up: Callable[[], bool] = never) -> None:
+        for error in self.wait([transfer], deadline_s=deadline_s, give_up=give_up):
             raise error
 
 

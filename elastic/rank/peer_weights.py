@@ -7,17 +7,17 @@ the same version, before the copy and after it.
 
 import time
 from collections import deque
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 import structlog
 import torch
 
-from elastic.errors import ElasticError, Retryable
+from elastic.errors import ElasticError, NeedsReplan, Unreachable
 from elastic.placement.maps import Move
 from elastic.rank.architecture import Arena, ExpertBuffers
-from elastic.rank.comm.base import PeerFault
+from elastic.rank.comm.base import PeerFault, never
 from elastic.rank.nixl_agent import HOST, Copy, Memory, NixlAgent, PeerError, Transfer
 from elastic.rank.published import WORD_BYTES, Published, expert_of, word_index
 from elastic.rank.staging import Stage, Staging
@@ -63,7 +63,10 @@ class _Peer(NamedTuple):
 
 
 class PeerWeights:
-    """Used by one thread; `endpoint` and `faults` may be read by any."""
+    """Used by one thread; `endpoint` and `faults` may be read by any.
+
+    What waits asks `give_up` meanwhile and raises NeedsReplan when it says so: whole experts that were read stay.
+    """
 
     def __init__(self, name: str, slot: int, arena: Arena, experts: ExpertBuffers, published: Published) -> None:
         """`name` is unique among all ranks that ever meet. Raises ElasticError where NIXL is missing."""
@@ -86,6 +89,8 @@ class PeerWeights:
         self._staging = Staging(
             self._agent, like=arena.flat, numbers=self._batch * self._expert_bytes // self._item, words=self._batch
         )
+        # of their own: what is greeted may never answer, and its stage then stays set aside
+        self._greetings = Staging(self._agent, like=arena.flat, numbers=1, words=1)
         self.endpoint = msgspec.msgpack.encode(
             _Endpoint(
                 agent=self._agent.metadata(),
@@ -101,10 +106,10 @@ class PeerWeights:
         self.faults: deque[PeerFault] = deque()
         self._peers: dict[int, _Peer] = {}
 
-    def connect(self, peers: Mapping[int, bytes], *, deadline_s: float) -> None:
+    def connect(self, peers: Mapping[int, bytes], *, deadline_s: float, give_up: Callable[[], bool] = never) -> None:
         """Know peers by slot, and prove that each answers. A known endpoint does nothing, a changed one replaces the old.
 
-        Raises Retryable naming the slots that did not answer (the others are connected), ElasticError for a malformed
+        Raises Unreachable naming the slots that did not answer (the others are connected), ElasticError for a malformed
         endpoint or a peer of other sizes.
         """
         known = {slot for slot, raw in peers.items() if slot in self._peers and self._peers[slot].raw == raw}
@@ -113,11 +118,16 @@ class PeerWeights:
         self.disconnect(new)
         for slot, at in endpoints.items():
             self._peers[slot] = _Peer(self._agent.add_peer(at.agent), peers[slot], at)
-        silent = self._run({slot: self._greet(slot) for slot in new}, time.monotonic() + deadline_s)
+        try:
+            silent = self._run({slot: self._greet(slot) for slot in new}, time.monotonic() + deadline_s, give_up)
+        except NeedsReplan:
+            self.disconnect(new)
+            raise
         if silent:
             self.disconnect(silent)
-            raise Retryable(
-                f"weights of slots {sorted(silent)}: no answer within {deadline_s:g} s; connect again or leave them out"
+            raise Unreachable(
+                f"weights of slots {sorted(silent)}: no answer within {deadline_s:g} s; connect again or leave them out",
+                silent,
             )
 
     def disconnect(self, slots: Collection[int]) -> None:
@@ -135,7 +145,9 @@ class PeerWeights:
                 except PeerError as error:
                     self._report(slot, error)
 
-    def load_experts(self, moves: Sequence[Move], *, deadline_s: float) -> list[Move]:
+    def load_experts(
+        self, moves: Sequence[Move], *, deadline_s: float, give_up: Callable[[], bool] = never
+    ) -> list[Move]:
         """Do the moves whose source is a connected peer; returns those done. The others need another source: their peer
         is unknown, has failed (then `faults` says so), or does not hold that expert any more."""
         queues: dict[int, list[Move]] = {}
@@ -144,16 +156,17 @@ class PeerWeights:
                 queues.setdefault(move.source_slot, []).append(move)
         end = time.monotonic() + allowance_s(sum(map(len, queues.values())) * self._expert_bytes, deadline_s)
         done: list[Move] = []
-        self._run({slot: self._read_experts(slot, queue, done) for slot, queue in queues.items()}, end)
+        self._run({slot: self._read_experts(slot, queue, done) for slot, queue in queues.items()}, end, give_up)
         return done
 
-    def load_dense(self, slot: int, *, deadline_s: float) -> bool:
+    def load_dense(self, slot: int, *, deadline_s: float, give_up: Callable[[], bool] = never) -> bool:
         """Copy a peer's dense weights into the arena. False: the peer is unknown, failed or has none; the arena may then
         hold a part of them."""
         if slot not in self._peers:
             return False
         whole: list[bool] = []
-        self._run({slot: self._read_dense(slot, whole)}, time.monotonic() + allowance_s(self._layout.dense, deadline_s))
+        end = time.monotonic() + allowance_s(self._layout.dense, deadline_s)
+        self._run({slot: self._read_dense(slot, whole)}, end, give_up)
         return bool(whole)
 
     def close(self) -> None:
@@ -172,7 +185,7 @@ class PeerWeights:
         return at
 
     def _greet(self, slot: int) -> Reader:
-        with self._staging.lend() as stage:
+        with self._greetings.lend() as stage:
             yield self._start(slot, stage, [self._dense_word(slot, stage)])
 
     def _read_experts(self, slot: int, moves: list[Move], done: list[Move]) -> Reader:
@@ -198,7 +211,7 @@ class PeerWeights:
                 part.copy_(stage.numbers[: part.numel()])
         whole.append(True)
 
-    def _run(self, readers: Mapping[int, Reader], end: float) -> set[int]:
+    def _run(self, readers: Mapping[int, Reader], end: float, give_up: Callable[[], bool]) -> set[int]:
         """Run all readers to their ends or the end of time, each at its own pace, so that a silent peer costs the others
         nothing. Returns the slots that failed, reported."""
         running: dict[int, Transfer] = {}
@@ -223,7 +236,12 @@ class PeerWeights:
             resume(slot)
         while running:
             transfers = list(running.values())
-            errors = self._agent.wait(transfers, deadline_s=max(0.0, end - time.monotonic()), first=True)
+            left = max(0.0, end - time.monotonic())
+            errors = self._agent.wait(transfers, deadline_s=left, first=True, give_up=give_up)
+            if give_up():
+                for slot in running:
+                    readers[slot].close()
+                raise NeedsReplan(f"reading from slots {sorted(running)} was given up")
             if not any(transfer.ended for transfer in transfers):
                 silent = {error.peer: error for error in errors}
                 for slot, transfer in list(running.items()):

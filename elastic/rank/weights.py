@@ -5,16 +5,17 @@ error. What was loaded is counted by source.
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import structlog
 
 from elastic.config import GroupConfig
+from elastic.errors import NeedsReplan
 from elastic.placement.maps import Move, Row
 from elastic.protocol import Loaded, Source
 from elastic.rank.architecture import Architecture, Arena, ExpertBuffers
 from elastic.rank.checkpoint import Checkpoint
-from elastic.rank.comm.base import PeerFault
+from elastic.rank.comm.base import PeerFault, never
 from elastic.rank.peer_weights import PeerWeights
 from elastic.rank.published import Published
 from elastic.rank.tier import HostTier
@@ -27,6 +28,8 @@ class Weights:
 
     One thread calls the methods. `endpoint`, `contents` and `poll_faults` may be called from any thread. Buffers that a map
     in use names are the caller's care: `load_experts` and `drop` overwrite what they are told to.
+
+    What may take long asks `give_up` now and then, and raises NeedsReplan when it says so: what is whole by then stays.
     """
 
     def __init__(
@@ -55,17 +58,17 @@ class Weights:
         """What peers need for `connect`; opaque, the same for the life of the process."""
         return self._peers.endpoint
 
-    def connect(self, peers: Mapping[int, bytes], *, deadline_s: float) -> None:
+    def connect(self, peers: Mapping[int, bytes], *, deadline_s: float, give_up: Callable[[], bool] = never) -> None:
         """Connect to peers by slot and prove that each answers. Idempotent; a changed endpoint (a new incarnation)
-        replaces the old one. Raises Retryable naming the slots that did not answer, ElasticError for a peer whose
+        replaces the old one. Raises Unreachable naming the slots that did not answer, ElasticError for a peer whose
         buffers differ from ours."""
-        self._peers.connect(peers, deadline_s=deadline_s)
+        self._peers.connect(peers, deadline_s=deadline_s, give_up=give_up)
 
     def disconnect(self, slots: Collection[int]) -> None:
         """Forget peers, dead or alive."""
         self._peers.disconnect(slots)
 
-    def load_experts(self, moves: Sequence[Move], *, deadline_s: float) -> Loaded:
+    def load_experts(self, moves: Sequence[Move], *, deadline_s: float, give_up: Callable[[], bool] = never) -> Loaded:
         """Fill the expert buffers that the moves name; a buffer that holds its expert already is left alone.
 
         A buffer reads as a hole while it is written. Peers get at most half of `deadline_s`; memory and disk are not
@@ -74,22 +77,26 @@ class Weights:
         """
         began = time.monotonic()
         moves = [m for m in moves if self._experts.contents[m.layer][m.index] != m.expert]
-        done = set(self._peers.load_experts(moves, deadline_s=deadline_s))
+        done = set(self._peers.load_experts(moves, deadline_s=deadline_s, give_up=give_up))
         rest = [m for m in moves if m not in done]
         for move in rest:
+            if give_up():
+                raise NeedsReplan("loading experts was given up")
             self._load_local(move)
         size = self._arch.expert_weights * self._experts.w13.element_size()
         local = Source(len(rest), len(rest) * size)
         return self._loaded(Source(len(done), len(done) * size), local, began)
 
-    def load_dense(self, source_slot: int | None, *, deadline_s: float) -> Loaded:
+    def load_dense(self, source_slot: int | None, *, deadline_s: float, give_up: Callable[[], bool] = never) -> Loaded:
         """Fill the arena, once in the life of the process, from the peer in `source_slot`, else as above. Tensors are
         counted, not files. Raises ElasticError when even the checkpoint fails."""
         began, arena = time.monotonic(), self._arena
         if self._published.dense:
             return Loaded()
         whole = Source(len(arena.views), arena.flat.numel() * arena.flat.element_size())
-        from_peer = source_slot is not None and self._peers.load_dense(source_slot, deadline_s=deadline_s)
+        from_peer = source_slot is not None and self._peers.load_dense(
+            source_slot, deadline_s=deadline_s, give_up=give_up
+        )
         if not from_peer:
             if self._tier is not None:
                 arena.flat.copy_(self._tier.dense())

@@ -6,13 +6,15 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from elastic.controller.records import Event, PeerFaultSeen, PhaseBegan, RankGone
+from elastic.controller.records import Event, PeerFaultSeen, PhaseBegan, RankGone, SequenceKind
 from elastic.errors import ElasticError, Infeasible
 from elastic.view import Member
 from healer.clock import SystemClock
+from healer.diagnosis import Health
 from healer.evidence import What
 from healer.incidents import IncidentSummary, summarise
 from healer.journal import Journal, Kind, open_readonly, recent
@@ -98,6 +100,31 @@ async def test_a_killed_rank_is_replaced_and_the_whole_story_is_in_the_journal(r
     kinds = rig.kinds()
     order = [kinds.index(k) for k in (Kind.EVIDENCE, Kind.VERDICT, Kind.DECISION, Kind.ACTION, Kind.OUTCOME)]
     assert order == sorted(order)
+
+
+async def test_an_incident_stays_open_until_its_refill_has_ended(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The view counts the joining rank while the commit is still under way."""
+    held: list[Callable[[], None]] = []
+    report = rig.executor._report
+
+    def hold(kind: SequenceKind, *rest: Any) -> None:
+        if kind == "join":
+            rig.executor.on_event(PhaseBegan("join", "commit", 1, (0,), time.monotonic()))
+            held.append(lambda: report(kind, *rest))
+        else:
+            report(kind, *rest)
+
+    def all_healthy() -> bool:
+        verdicts = rig.supervisor.status().verdicts
+        return len(verdicts) == 4 and all(v.health == Health.HEALTHY for v in verdicts)
+
+    monkeypatch.setattr(rig.executor, "_report", hold)
+    rig.executor.signal(0, signal.SIGKILL)
+    await eventually(lambda: bool(held) and all_healthy(), "the replacement is seen healthy")
+    assert [one.outcome for one in rig.incidents()] == ["open"]
+    held[0]()
+    await rig.healed()
+    assert rig.kinds().count(Kind.OUTCOME) == 2
 
 
 async def test_the_intent_is_on_disk_before_the_target_is_told(rig: Rig, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A group of one rank: the EP backend without peers, and a rank's model loaded from a checkpoint."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +12,12 @@ from elastic.placement.maps import HOLE, Placement
 from elastic.protocol import Emitted, Sampling, Submit
 from elastic.rank.architecture import Architecture, Arena, ExpertBuffers, read_architecture
 from elastic.rank.buffers import Buffers
-from elastic.rank.comm.base import LIVE, PeerFault, Received
+from elastic.rank.comm.base import LIVE, PeerFault, Received, never
 from elastic.rank.runner import Runner
 from elastic.rank.sampling import choose
 from elastic.rank.scheduler import Scheduler
+
+GREEDY = Sampling()
 
 
 class LoopbackEp:
@@ -33,7 +35,9 @@ class LoopbackEp:
     def endpoint(self) -> bytes:
         return b"loopback"
 
-    def connect(self, peers: Mapping[int, bytes], *, deadline_s: float) -> None: ...
+    def connect(
+        self, peers: Mapping[int, bytes], *, deadline_s: float, give_up: Callable[[], bool] = never
+    ) -> None: ...
 
     def disconnect(self, ranks: Collection[int]) -> None: ...
 
@@ -158,7 +162,7 @@ def open_rank(
 
 
 def ask(
-    name: str, prompt: list[int], max_tokens: int, *, answer: list[int] | None = None, sampling: Sampling = Sampling()
+    name: str, prompt: list[int], max_tokens: int, *, answer: list[int] | None = None, sampling: Sampling = GREEDY
 ) -> Submit:
     """A request; `answer`: what was sent to the client already."""
     return Submit(

@@ -218,7 +218,7 @@ def test_mistakes_are_refused_by_name(name: str) -> None:
         second = group.launch(1)
         end = second.call("ep", "endpoint")
         second.end()
-        with pytest.raises(RemoteError, match=r"Retryable: rank 1: cannot"):
+        with pytest.raises(RemoteError, match=r"Unreachable: rank 1: cannot"):
             first.call("ep", "connect", {1: end}, deadline_s=1.0)
         with pytest.raises(RemoteError, match="ValueError: topk_idx names the same expert twice"):
             first.call("runner", "route", [[3, 3]])

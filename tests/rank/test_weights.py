@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.errors import ElasticError, Retryable
+from elastic.errors import ElasticError, NeedsReplan, Unreachable
 from elastic.placement.maps import HOLE, Move
 from elastic.protocol import Loaded
 from elastic.rank.architecture import ExpertBuffers, read_architecture
@@ -290,10 +290,40 @@ def test_a_silent_or_unlike_peer_is_named_at_connect(small: Path, large: Path, s
         with pytest.raises(ElasticError, match=r"slot 6.*malformed"):
             rank.weights.connect({6: b"rubbish"}, deadline_s=WAIT_S)
         source.signal(signal.SIGSTOP)
-        with pytest.raises(Retryable, match=r"slots \[3\].*no answer"):
+        with pytest.raises(Unreachable, match=r"slots \[3\].*no answer") as raised:
             rank.weights.connect({SOURCE: endpoint}, deadline_s=0.2)
+        assert raised.value.slots == (SOURCE,)
         source.signal(signal.SIGCONT)
         rank.weights.connect({SOURCE: endpoint}, deadline_s=WAIT_S)
+
+
+def test_an_order_that_was_overtaken_does_not_wait_for_a_hung_peer_and_keeps_what_is_whole(
+    small: Path, start: Start, tcp: None
+) -> None:
+    with remotes((serve_rank, small, SOURCE)) as (source,):
+        rank = start(small)
+        endpoint = _filled(source, 2)
+        rank.weights.connect({SOURCE: endpoint}, deadline_s=WAIT_S)
+        source.signal(signal.SIGSTOP)
+        asked = 0
+
+        def soon() -> bool:
+            nonlocal asked
+            asked += 1
+            return asked > 20
+
+        with pytest.raises(NeedsReplan, match=r"slots \[3\] was given up"):
+            rank.weights.load_experts(_moves(2), deadline_s=WAIT_S, give_up=soon)
+        assert rank.weights.poll_faults() == [], "nobody has shown that the peer is at fault"
+        rank.weights.disconnect([SOURCE])
+        with pytest.raises(NeedsReplan):
+            rank.weights.connect({SOURCE: endpoint}, deadline_s=WAIT_S, give_up=lambda: True)
+        # without the peer, from disk: two experts, then no more
+        asked = 18
+        with pytest.raises(NeedsReplan, match="given up"):
+            rank.weights.load_experts(_moves(1), deadline_s=WAIT_S, give_up=soon)
+        assert rank.weights.contents()[0] == (4, 5, *(HOLE,) * (WIDTH - 2))
+        _assert_whole(rank)
 
 
 def test_a_tier_of_another_checkpoint_is_not_used(small: Path, tmp_path: Path, start: Start) -> None:

@@ -6,12 +6,17 @@ and after each step and discards the step when it changed. `release` does the sa
 Masks may be asymmetric: only the controller makes them agree again, at a commit.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 
 LIVE, MASKED, ABSENT = 0, 1, -1
+
+
+def never() -> bool:
+    """The `give_up` of who waits as long as the deadline says."""
+    return False
 
 
 class PeerFault(NamedTuple):
@@ -53,13 +58,15 @@ class EpBackend(Protocol):
         """What a peer needs for `connect`; opaque, valid for the life of this process."""
         ...
 
-    def connect(self, peers: Mapping[int, bytes], *, deadline_s: float) -> None:
-        """Connect to ranks, all masked. Raises Retryable naming the peer when the deadline passes. Idempotent for a
-        peer with the same endpoint; a changed endpoint (a new incarnation) replaces the old one."""
+    def connect(self, peers: Mapping[int, bytes], *, deadline_s: float, give_up: Callable[[], bool] = never) -> None:
+        """Connect to ranks, all masked. Raises Unreachable naming the peer when the deadline passes or `give_up`, asked
+        while it waits, says so. Idempotent for a peer with the same endpoint; a changed endpoint (a new incarnation)
+        replaces the old one."""
         ...
 
     def disconnect(self, ranks: Collection[int]) -> None:
-        """Forget ranks, dead or alive, and free what was held for them. Only between steps."""
+        """Forget ranks, dead or alive, and free what was held for them. Like `connect` it may run while the loop steps, for
+        ranks that are masked."""
         ...
 
     def set_mask(self, rank: int, masked: bool) -> None:

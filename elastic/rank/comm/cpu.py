@@ -16,15 +16,15 @@ may still write into its old places: whoever gives its slot to another process m
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from elastic.errors import ElasticError, Retryable
-from elastic.rank.comm.base import ABSENT, LIVE, MASKED, PeerFault, Received
+from elastic.errors import ElasticError, Retryable, Unreachable
+from elastic.rank.comm.base import ABSENT, LIVE, MASKED, PeerFault, Received, never
 from elastic.rank.comm.transport import COMBINE, DISPATCH, Floats, Transport
 
 Ints = npt.NDArray[np.int64]
@@ -89,7 +89,7 @@ class CpuEpBackend:
     def endpoint(self) -> bytes:
         return self._transport.endpoint()
 
-    def connect(self, peers: Mapping[int, bytes], *, deadline_s: float) -> None:
+    def connect(self, peers: Mapping[int, bytes], *, deadline_s: float, give_up: Callable[[], bool] = never) -> None:
         until = time.monotonic() + deadline_s
         for peer, endpoint in peers.items():
             self._check_slot(peer)
@@ -97,10 +97,14 @@ class CpuEpBackend:
                 continue
             left = until - time.monotonic()
             if left <= 0:
-                raise Retryable(f"rank {self.rank}: no time left to connect to rank {peer} within {deadline_s:g} s")
+                text = f"rank {self.rank}: no time left to connect to rank {peer} within {deadline_s:g} s"
+                raise Unreachable(text, [peer])
             self._set(peer, MASKED if self._masks[peer] != ABSENT else ABSENT)
             try:
-                self._transport.connect(peer, endpoint, deadline_s=left)
+                self._transport.connect(peer, endpoint, deadline_s=left, give_up=give_up)
+            except Retryable as error:
+                self.disconnect([peer])
+                raise Unreachable(str(error), [peer]) from error
             except ElasticError:
                 self.disconnect([peer])
                 raise

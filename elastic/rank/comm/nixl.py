@@ -13,12 +13,14 @@ import secrets
 import struct
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 import torch
 
 from elastic.errors import ElasticError, Retryable
+from elastic.rank.comm.base import never
 from elastic.rank.comm.futex import Bell
 from elastic.rank.comm.transport import COMBINE, DISPATCH, Inbox, Layout, Outbox
 from elastic.rank.nixl_agent import Copy, NixlAgent, PeerError, Transfer
@@ -73,7 +75,7 @@ class NixlTransport:
     def endpoint(self) -> bytes:
         return self._endpoint
 
-    def connect(self, peer: int, endpoint: bytes, *, deadline_s: float) -> None:
+    def connect(self, peer: int, endpoint: bytes, *, deadline_s: float, give_up: Callable[[], bool] = never) -> None:
         try:
             at = msgspec.msgpack.decode(endpoint, type=_Endpoint)
         except msgspec.MsgspecError as error:
@@ -90,7 +92,7 @@ class NixlTransport:
                 self._staging_address + self._record(DISPATCH, peer), at.address + start, self.layout.row_bytes
             )
             self._staging.counts[peer] = 0
-            self._agent.write(name, [empty], deadline_s=deadline_s)
+            self._agent.write(name, [empty], deadline_s=deadline_s, give_up=give_up)
         except ElasticError as error:
             # A dead process of this host is refused by UCX at once, one of another host does not answer.
             self._agent.remove_peer(name)

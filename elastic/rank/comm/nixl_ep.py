@@ -16,7 +16,7 @@ import importlib
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -24,8 +24,8 @@ import msgspec
 import structlog
 import torch
 
-from elastic.errors import ElasticError, Retryable
-from elastic.rank.comm.base import ABSENT, LIVE, MASKED, PeerFault, Received
+from elastic.errors import ElasticError, Unreachable
+from elastic.rank.comm.base import ABSENT, LIVE, MASKED, PeerFault, Received, never
 from elastic.rank.device import Device
 
 MODULES = ("nixl_ep", "nixl_ep_cu13", "nixl_ep_cu12")
@@ -187,7 +187,9 @@ class NixlEpBackend:
     def endpoint(self) -> bytes:
         return self._endpoint
 
-    def connect(self, peers: Mapping[int, bytes], *, deadline_s: float) -> None:
+    def connect(self, peers: Mapping[int, bytes], *, deadline_s: float, give_up: Callable[[], bool] = never) -> None:
+        """NIXL meets its peers: it returns when they connect to this rank too, and keeps Python's lock meanwhile, so this
+        process does nothing else. Who is asked to connect last waits least."""
         new = {p: raw for p, raw in peers.items() if p != self.rank and self._endpoints.get(p) != raw}
         if not new:
             return
@@ -203,10 +205,12 @@ class NixlEpBackend:
         errors: list[BaseException] = []
         thread = threading.Thread(target=self._connect, args=(list(new), errors), daemon=True)
         thread.start()
-        thread.join(max(0.1, until - time.monotonic()))
+        while thread.is_alive() and time.monotonic() < until and not give_up():
+            thread.join(0.05)
         if thread.is_alive():
             self._stuck = True
-            raise Retryable(f"rank {self.rank}: no connection to ranks {sorted(new)} within {deadline_s:g} s")
+            text = f"rank {self.rank}: no connection to ranks {sorted(new)} within {deadline_s:g} s"
+            raise Unreachable(text, sorted(new))
         if errors:
             raise ElasticError(f"rank {self.rank}: cannot connect to ranks {sorted(new)}: {errors[0]}") from errors[0]
         for peer, raw in new.items():
@@ -250,6 +254,8 @@ class NixlEpBackend:
             if masked:
                 return
             raise ValueError(f"rank {rank} is not connected and cannot be unmasked")
+        if self._masks[rank] == (MASKED if masked else LIVE):
+            return
         self._device.bind()
         with torch.cuda.stream(self._links):
             self._buffer.update_mask_buffer(rank, masked)

@@ -10,11 +10,13 @@ import os
 import platform
 import secrets
 import threading
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 
 from elastic.errors import ElasticError, Retryable
+from elastic.rank.comm.base import never
 from elastic.rank.comm.futex import Bell
 from elastic.rank.comm.transport import Inbox, Layout, Outbox
 
@@ -57,7 +59,8 @@ class ShmTransport:
     def endpoint(self) -> bytes:
         return self._endpoint
 
-    def connect(self, peer: int, endpoint: bytes, *, deadline_s: float) -> None:
+    def connect(self, peer: int, endpoint: bytes, *, deadline_s: float, give_up: Callable[[], bool] = never) -> None:
+        """Never waits."""
         try:
             at = msgspec.msgpack.decode(endpoint, type=_Endpoint)
         except msgspec.MsgspecError as error:

@@ -5,11 +5,14 @@ same byte: a *dispatch record* (row counts by expert, then the rows), a *combine
 64-bit *word* per channel, written after the record it announces.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from elastic.rank.comm.base import never
 
 Floats = npt.NDArray[np.float32]
 
@@ -113,8 +116,9 @@ class Transport(Protocol):
 
     def endpoint(self) -> bytes: ...
 
-    def connect(self, peer: int, endpoint: bytes, *, deadline_s: float) -> None:
-        """Raises Retryable when the peer cannot be reached in time, ElasticError when it is of another group's shape."""
+    def connect(self, peer: int, endpoint: bytes, *, deadline_s: float, give_up: Callable[[], bool] = never) -> None:
+        """Raises Retryable when the peer cannot be reached in time, or before `give_up`, asked while it waits, says so;
+        ElasticError when it is of another group's shape."""
         ...
 
     def disconnect(self, peer: int) -> None: ...

@@ -1,0 +1,228 @@
+"""Balance: the busiest rank is relieved by one step at a time, the one that brings most for the bytes it moves.
+
+A step is a *copy* (another replica of one of its experts, in a hole or over a replica that can be given up; one move) or an
+*exchange* of two experts with a lighter rank (two moves). What a step brings is the fall of the excess: the load of every
+rank above the level that is good enough, plus a little for what is above the mean, which tells good steps from the best.
+"""
+
+import numpy as np
+
+from elastic.placement.kernels.cover import record
+from elastic.placement.kernels.jit import compiled
+from elastic.placement.kernels.state import Floats, Frame, Ints, Layer, put, spread, take
+
+ABOVE_MEAN = 0.05
+"""Weight of the load between mean and level."""
+SATISFIED = 0.9
+"""A step that takes this part of a rank's excess ends the search for a better one."""
+LOOK = 16
+"""Of so many of the lightest ranks the best step is taken, if they offer any."""
+FAR = 1.25
+"""What a move between NVLink domains costs, in moves within one: breaks ties, and is no reason for more moves."""
+
+
+@compiled
+def excess(load: float, level: float, mean: float) -> float:
+    return max(0.0, load - level) + ABOVE_MEAN * max(0.0, load - mean)
+
+
+@compiled
+def improve(
+    frame: Frame,
+    layer: Layer,
+    cost: Floats,
+    level: float,
+    mean: float,
+    worth: float,
+    fault_cost: float,
+    most_moves: int,
+    kind: int,
+    number: int,
+    steps: Ints,
+    at: int,
+) -> int:
+    """Make steps until no rank is above `level`, the busiest cannot be relieved for what it is worth, or `most_moves` are
+    made; returns the new end of `steps`.
+
+    `cost` is what writing each slot costs, in moves; infinite for slots that must not be written. `worth` is the least
+    fall of the excess per move.
+    """
+    moves = 0
+    order = frame.live.copy()
+    while moves < most_moves:
+        _sort_by_load(layer, order)
+        busiest = order[-1]
+        if layer.rank_load[busiest] <= level:
+            break
+        p, expert, q, other = _best_step(frame, layer, order, cost, level, mean, worth, fault_cost)
+        if p < 0 or (q >= 0 and moves + 2 > most_moves):
+            break
+        before = _total_excess(frame, layer, level, mean)
+        given = layer.held[p]
+        _apply(frame, layer, p, expert, q, other)
+        if _total_excess(frame, layer, level, mean) >= before - 1e-9 * mean:
+            # ranks that hold both experts are estimated separately, so a copy may turn out to be of no use
+            if q >= 0:
+                _apply(frame, layer, p, other, q, expert)
+            else:
+                take(frame, layer, p)
+                if given >= 0:
+                    put(frame, layer, p, given)
+            break
+        at = record(steps, at, kind, number, p, expert, q, other)
+        moves += 1 if q < 0 else 2
+    return at
+
+
+@compiled
+def _apply(frame: Frame, layer: Layer, p: int, expert: int, q: int, other: int) -> None:
+    if layer.held[p] >= 0:
+        take(frame, layer, p)
+    if q >= 0:
+        take(frame, layer, q)
+        put(frame, layer, q, other)
+    put(frame, layer, p, expert)
+
+
+@compiled
+def _sort_by_load(layer: Layer, order: Ints) -> None:
+    """Ascending; by insertion, since a step changes few ranks."""
+    for i in range(1, len(order)):
+        rank = order[i]
+        k = i
+        while k > 0 and layer.rank_load[order[k - 1]] > layer.rank_load[rank]:
+            order[k] = order[k - 1]
+            k -= 1
+        order[k] = rank
+
+
+@compiled
+def _total_excess(frame: Frame, layer: Layer, level: float, mean: float) -> float:
+    total = 0.0
+    for rank in frame.live:
+        total += excess(layer.rank_load[rank], level, mean)
+    return total
+
+
+@compiled
+def _best_step(
+    frame: Frame,
+    layer: Layer,
+    order: Ints,
+    cost: Floats,
+    level: float,
+    mean: float,
+    worth: float,
+    fault_cost: float,
+) -> tuple[int, int, int, int]:
+    """The step for the last rank of `order` (ascending by load) as (slot, expert, other slot, other expert), slot -1 if none is worth it. Lighter ranks are
+    tried first; none heavier can bring more than two ranks that meet halfway."""
+    busiest = order[-1]
+    heavy = layer.rank_load[busiest]
+    here = excess(heavy, level, mean)
+    span = frame.first[busiest + 1] - frame.first[busiest]
+    relief = np.empty(span, dtype=np.float64)
+    for i in range(span):
+        relief[i] = _relief_elsewhere(frame, layer, busiest, layer.held[frame.first[busiest] + i], level, mean)
+    most_relief = max(0.0, relief.max()) if span else 0.0
+    cheapest = cost[frame.first[busiest] :].min() if span else 0.0
+    cheapest = min(cheapest, cost.min())
+    best_score, best_gain = worth, 0.0
+    found_p, found_e, found_q, found_o = -1, -1, -1, -1
+    looked = 0
+    for light in order[:-1]:
+        low = layer.rank_load[light]
+        if low >= heavy:
+            break
+        there = excess(low, level, mean)
+        bound = here + there - 2 * excess((heavy + low) / 2, level, mean) + most_relief
+        if bound <= best_score * cheapest:
+            break
+        far = FAR if frame.domain[light] != frame.domain[busiest] else 1.0
+        for i in range(span):
+            p = frame.first[busiest] + i
+            a = layer.held[p]
+            if a < 0 or layer.on[light, a]:
+                continue
+            share = layer.load[a] / layer.copies[a]
+            share_after = layer.load[a] / (layer.copies[a] + 1)
+            for q in range(frame.first[light], frame.first[light + 1]):
+                if not np.isfinite(cost[q]):
+                    continue
+                b = layer.held[q]
+                share_b = layer.load[b] / layer.copies[b] if b >= 0 else 0.0
+                # an exchange
+                if b >= 0 and np.isfinite(cost[p]) and share > share_b and not layer.on[busiest, b]:
+                    d = share - share_b
+                    gain = here + there - excess(heavy - d, level, mean) - excess(low + d, level, mean)
+                    price = far * (cost[p] + cost[q])
+                    if gain > best_score * price:
+                        price += fault_cost * _spread_lost(frame, layer, a, p, light, b, q, busiest)
+                        if gain > best_score * price:
+                            best_score, best_gain = gain / price, gain
+                            found_p, found_e, found_q, found_o = q, a, p, b
+                # a copy
+                if b >= 0 and layer.copies[b] < 2:
+                    continue
+                low_after = low + share_after - share_b
+                if low_after >= heavy:
+                    continue
+                heavy_after = heavy - (share - share_after)
+                gain = relief[i] + here + there - excess(heavy_after, level, mean) - excess(low_after, level, mean)
+                price = far * cost[q]
+                if gain > best_score * price:
+                    if b >= 0:
+                        gain -= _burden_elsewhere(frame, layer, b, q, level, mean, heavy)
+                        if layer.copies[b] == 2 and layer.copies[a] > 1:
+                            price += fault_cost
+                    if gain > best_score * price:
+                        best_score, best_gain = gain / price, gain
+                        found_p, found_e, found_q, found_o = q, a, -1, -1
+        looked += 1
+        if best_gain >= SATISFIED * here or (found_p >= 0 and looked >= LOOK):
+            break
+    return found_p, found_e, found_q, found_o
+
+
+@compiled
+def _relief_elsewhere(frame: Frame, layer: Layer, busiest: int, expert: int, level: float, mean: float) -> float:
+    """The fall of the excess of all other ranks with `expert`, if it had one replica more."""
+    if expert < 0:
+        return 0.0
+    count = layer.copies[expert]
+    less = layer.load[expert] / count - layer.load[expert] / (count + 1)
+    total = 0.0
+    for k in range(count):
+        rank = frame.owner[layer.holders[expert, k]]
+        if rank != busiest:
+            load = layer.rank_load[rank]
+            total += excess(load, level, mean) - excess(load - less, level, mean)
+    return total
+
+
+@compiled
+def _burden_elsewhere(frame: Frame, layer: Layer, expert: int, p: int, level: float, mean: float, most: float) -> float:
+    """The rise of the excess of the other ranks with `expert`, if the replica in slot `p` were gone; infinite if one of
+    them would reach `most`."""
+    count = layer.copies[expert]
+    more = layer.load[expert] / (count - 1) - layer.load[expert] / count
+    total = 0.0
+    for k in range(count):
+        q = layer.holders[expert, k]
+        if q != p:
+            load = layer.rank_load[frame.owner[q]]
+            if load + more >= most:
+                return np.inf
+            total += excess(load + more, level, mean) - excess(load, level, mean)
+    return total
+
+
+@compiled
+def _spread_lost(frame: Frame, layer: Layer, a: int, p: int, to_a: int, b: int, q: int, to_b: int) -> int:
+    """How many of two exchanged experts had copies on two hosts and would not have them any more."""
+    lost = 0
+    if layer.copies[a] > 1 and spread(frame, layer, a, -1, -1) and not spread(frame, layer, a, p, to_a):
+        lost += 1
+    if layer.copies[b] > 1 and spread(frame, layer, b, -1, -1) and not spread(frame, layer, b, q, to_b):
+        lost += 1
+    return lost
