@@ -58,7 +58,7 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     ep_timeout_s: float = 30.0
     """After this long a silent peer is masked by the survivor itself: the fallback, never the plan."""
     host_tier: bool = True
-    heartbeat_s: float = 0.1
+    heartbeat_s: float = 0.2
     prepare_deadline_s: float = 60.0
     """For boot, load, connect and capture of a joining rank."""
     commit_deadline_s: float = 5.0

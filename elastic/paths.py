@@ -50,8 +50,9 @@ def tier_path(run_dir: Path) -> Path:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace a file as a whole: a reader sees the old content or the new, never half."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Replace a file as a whole: a reader sees the old content or the new, never half. Each file here has one writer, so
+    what one that was killed half-way left behind is used again by the next."""
+    temporary = path.with_name(f".{path.name}.part")
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(value)))
     temporary.replace(path)
 

@@ -287,7 +287,7 @@ class Cancel(Message, frozen=True):
 
 
 class Emitted(Message, frozen=True):
-    """Rank to gateway: tokens of a committed step."""
+    """Rank to gateway: tokens of a committed step; first of all, without tokens, that it has taken the request."""
 
     request: str
     attempt: int

@@ -11,7 +11,7 @@ from elastic.controller.records import Event
 from elastic.controller.state import GatewayProcess, GroupState
 from elastic.errors import ElasticError
 from elastic.launch.base import Launched, Launcher
-from elastic.paths import config_path, gateway_path, read_config, read_json
+from elastic.paths import config_path, gateway_path, log_path, read_config, read_json
 from elastic.view import View
 
 ANSWER_S = 5.0
@@ -30,6 +30,17 @@ FIXED = (
 """What a running group cannot change."""
 
 _SOCKET = re.compile(r"rank-(\d+)\.(\d+)\.sock")
+_LOG = re.compile(r"rank-(\d+)\.(\d+)\.log")
+
+
+def used_incarnations(config: GroupConfig) -> dict[int, int]:
+    """The highest incarnation of each slot that has left a log: what was given must not be given again, also when the
+    state file is lost, since peers and the gateway know a rank by it."""
+    used: dict[int, int] = {}
+    for path in log_path(config.root, "any").parent.glob("rank-*.log"):
+        if match := _LOG.fullmatch(path.name):
+            used[int(match[1])] = max(used.get(int(match[1]), 0), int(match[2]))
+    return used
 
 
 async def find_members(

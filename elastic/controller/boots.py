@@ -111,9 +111,10 @@ class Boots:
                 except asyncio.CancelledError:
                     self._drop(slot, incarnation, started)
                     raise
-                except ElasticError as error:
+                except Exception as error:
+                    # a bug too: the process must not be lost sight of, and the attempt counts
                     self._drop(slot, incarnation, started)
-                    self._count(slot, incarnation, str(error))
+                    self._count(slot, incarnation, str(error) or type(error).__name__)
         finally:
             self._tasks.pop(slot, None)
             self._wake()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.config import GroupConfig, read_model_shape
-from elastic.controller.adoption import find_members, refuse_other_shape, view_of
+from elastic.controller.adoption import find_members, refuse_other_shape, used_incarnations, view_of
 from elastic.controller.boots import Boots
 from elastic.controller.gateway import GatewayLink
 from elastic.controller.group import Group, Unresponsive
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 RETRY_S, RETRY_MAX_S = 0.25, 8.0
 """Pause before a failed sequence is tried again, unless something new happens; doubled each time that it fails again."""
 
+CLOSE_ATTEMPTS = 3
 TIER_DEADLINE_S = 600.0
 END_S = 5.0
 
@@ -78,6 +79,7 @@ class Executor:
         self.config.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock.acquire()
         try:
+            self._incarnations = used_incarnations(self.config)
             state = load_state(self.config)
             if state is not None:
                 self._incarnations |= state.incarnations
@@ -164,8 +166,12 @@ class Executor:
         return self._gateway.process.http if self._gateway.process else ""
 
     async def close(self) -> None:
-        """Let go: ranks and gateway go on serving."""
+        """Let go: ranks and gateway go on serving. What a sequence that is cut off had stopped is set going first."""
         await self._end_loop()
+        for _ in range(CLOSE_ATTEMPTS):
+            if (sequence := self._repair()) is None:
+                break
+            await self._run(sequence)
         await self._boots.close()
         for link in self._group.links.values():
             await link.aclose()
@@ -200,7 +206,7 @@ class Executor:
         try:
             if self.config.host_tier:
                 await self._launcher.build_tier(deadline_s=TIER_DEADLINE_S)
-            await self._gateway.start(deadline_s=self.config.prepare_deadline_s)
+            await self._start_gateway()
             self._begin()
             with contextlib.suppress(TimeoutError):
                 # a boot, a load and a commit, each with its own deadline
@@ -244,10 +250,7 @@ class Executor:
         now = time.monotonic()
         for slot in missing:
             self._lost[slot] = ("died while no controller watched", now)
-        await self._gateway.start(deadline_s=self.config.prepare_deadline_s)
-        if (gateway := await self._gateway.status()) is not None:
-            # routes of a retirement may be newer than any rank's epoch
-            group.epoch = max(group.epoch, gateway.epoch)
+        await self._start_gateway()
         await self._gateway.route(group.epoch, self._sequences.routes())
         self._begin()
         self._save()
@@ -257,6 +260,13 @@ class Executor:
             f"adopted the running group: slots {sorted(group.links)} at epoch {group.epoch}; "
             f"lost meanwhile: {missing or 'none'}; a sequence was under way: {'yes' if unsettled else 'no'}"
         )
+
+    async def _start_gateway(self) -> None:
+        await self._gateway.start(deadline_s=self.config.prepare_deadline_s)
+        if (gateway := await self._gateway.status()) is not None:
+            # its routes may be newer than what any rank or the state file knows: those of a retirement, or of a group
+            # that died as a whole
+            self._group.epoch = max(self._group.epoch, gateway.epoch)
 
     def _begin(self) -> None:
         self._loop = asyncio.create_task(self._reconcile(), name="executor")
@@ -288,24 +298,23 @@ class Executor:
 
     async def _settle(self) -> None:
         while (sequence := await self._next()) is not None:
-            self._running = asyncio.create_task(sequence, name="sequence")
-            failed = await self._finish(self._running)
-            self._running = None
-            self._save()
-            await self._notify()
-            if failed:
+            if await self._run(sequence):
                 await self._pause()
+
+    async def _run(self, sequence: Coroutine[Any, Any, None]) -> bool:
+        """True when it failed."""
+        self._running = asyncio.create_task(sequence, name="sequence")
+        failed = await self._finish(self._running)
+        self._running = None
+        self._save()
+        await self._notify()
+        return failed
 
     async def _next(self) -> Coroutine[Any, Any, None] | None:
         """What to do now; None: nothing, until somebody wakes the loop."""
         group, boots = self._group, self._boots
-        self._lost = {s: why for s, why in self._lost.items() if s in group.live}
-        if self._lost:
-            cause = "; ".join(dict.fromkeys(c for c, _ in self._lost.values()))
-            detected = min(d for _, d in self._lost.values())
-            return self._sequences.loss(tuple(self._lost), cause, detected)
-        if group.unsettled:
-            return self._sequences.loss((), "a sequence was interrupted", time.monotonic())
+        if (sequence := self._repair()) is not None:
+            return sequence
         await boots.cancel((boots.booting | set(boots.ready)) - set(self._target))
         wanted = [s for s in self._target if s not in group.live and s not in boots.quarantined]
         if wanted:
@@ -316,6 +325,17 @@ class Executor:
         leavers = [s for s in group.live if s not in self._target]
         if leavers and not group.parked:
             return self._sequences.retire(leavers, *self._why(leavers))
+        return None
+
+    def _repair(self) -> Coroutine[Any, Any, None] | None:
+        """What brings a group with lost ranks, or one that was stopped half-way, back to serving."""
+        self._lost = {s: why for s, why in self._lost.items() if s in self._group.live}
+        if self._lost:
+            cause = "; ".join(dict.fromkeys(c for c, _ in self._lost.values()))
+            detected = min(d for _, d in self._lost.values())
+            return self._sequences.loss(tuple(self._lost), cause, detected)
+        if self._group.unsettled:
+            return self._sequences.loss((), "a sequence was interrupted", time.monotonic())
         return None
 
     def _why(self, slots: Collection[int]) -> tuple[str, float]:

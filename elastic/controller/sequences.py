@@ -30,6 +30,8 @@ T = TypeVar("T")
 RESUMED_S = 2.0
 """How long a report waits for the first step of every survivor."""
 
+LEAVE_S = 1.0
+
 
 class Sequences:
     """Run by the executor, one at a time."""
@@ -285,8 +287,13 @@ class Sequences:
         try:
             await self._commit(rec, view, {}, phase="commit", survivors=staying)
             await self._disconnected(staying)
+            await self._dismiss(leavers)
         finally:
-            await asyncio.shield(self._dismiss(leavers))
+            # whether or not they said good-bye, they are part of no view; a loss that cut this off does not wait for them
+            for link in leavers.values():
+                self._launcher.end(Launched(link.member.pid, link.member.pid_start))
+                Path(link.member.address).unlink(missing_ok=True)
+            await asyncio.gather(*(link.aclose() for link in leavers.values()))
         rec.end("committed", f"serving on {list(staying)}", staying)
 
     async def _move_away(self, rec: Recorder, present: Collection[int], staying: tuple[int, ...]) -> Plan:
@@ -324,13 +331,13 @@ class Sequences:
         await group.each(orders)
 
     async def _dismiss(self, leavers: dict[int, RankLink]) -> None:
-        """Every peer has disconnected from them (or the commit failed and they are not part of any view): let them end."""
-        for link in leavers.values():
+        """Every peer has disconnected from them: let them end."""
+
+        async def one(link: RankLink) -> None:
             order = Leave(id=link.next_id(), epoch=self._group.epoch)
-            await _outcome(link.call(order, Done, deadline_s=1.0))
-            await link.aclose()
-            self._launcher.end(Launched(link.member.pid, link.member.pid_start))
-            Path(link.member.address).unlink(missing_ok=True)
+            await _outcome(link.call(order, Done, deadline_s=LEAVE_S))
+
+        await asyncio.gather(*(one(link) for link in leavers.values()))
 
     # --- shared ---------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,9 @@ def parse_options(argv: list[str] | None = None) -> Options:
     parser.add_argument("--port", type=_number(int, 0), default=0, help="0 picks a free one")
     parser.add_argument("--max-queued", type=_number(int, 1), default=256, help="requests in flight, 429 beyond")
     parser.add_argument(
+        "--max-model-len", type=_number(int, 2), default=0, help="prompt and answer together; 0: what the model allows"
+    )
+    parser.add_argument(
         "--request-timeout", type=_number(float, 0.001), default=300.0, help="seconds without a token, then an error"
     )
     parser.add_argument(
@@ -51,6 +54,7 @@ def parse_options(argv: list[str] | None = None) -> Options:
         host=args.host,
         port=args.port,
         max_queued=args.max_queued,
+        max_model_len=args.max_model_len,
         request_timeout_s=args.request_timeout,
         grace_s=args.grace,
     )

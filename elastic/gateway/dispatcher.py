@@ -280,7 +280,8 @@ class Dispatcher:
             self._metrics.tokens.inc(fresh)
             (self._metrics.itl if had else self._metrics.ttft).observe(now - since)
         if entry.open:
-            self._notify[emitted.request]()
+            if fresh:
+                self._notify[emitted.request]()
         else:
             if emitted.finish is None:
                 # the ledger ended it by its tokens; the rank may not know

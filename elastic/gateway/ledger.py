@@ -15,7 +15,8 @@ from typing import NamedTuple
 from elastic.protocol import Emitted, Sampling, Submit
 
 BARREN_LIMIT = 5
-"""A request that lost this many ranks with no token in between is ended: it may be what kills them."""
+"""A request that lost this many ranks that had taken it, with no token in between, is ended: it may be what kills
+them."""
 
 
 class RankId(NamedTuple):
@@ -90,8 +91,10 @@ class Entry:
     state: State = State.WAITING
     finish: str | None = None
     failure: Failure | None = None
+    taken: bool = False
+    """Whether the rank has said that it has the present attempt: it may have been dead already when it was placed there."""
     barren: int = 0
-    """Ranks lost since the last accepted token."""
+    """Ranks lost since the last accepted token that had taken the request."""
 
     @property
     def open(self) -> bool:
@@ -162,7 +165,7 @@ class Ledger:
         if entry.state is not State.WAITING:
             raise ValueError(f"request {request} is {entry.state.value}, only a waiting one can be placed")
         entry.attempt += 1
-        entry.rank, entry.state = rank, State.RUNNING
+        entry.rank, entry.state, entry.taken = rank, State.RUNNING, False
         self._load[rank] += 1
         self._replayed += entry.attempt > 1
         order = entry.order
@@ -182,6 +185,7 @@ class Ledger:
         if entry is None or entry.rank != rank or entry.attempt != emitted.attempt:
             self._dropped += len(emitted.tokens)
             return Verdict.STALE
+        entry.taken = True
         have = len(entry.accepted)
         if emitted.start != have:
             self._dropped += len(emitted.tokens)
@@ -213,9 +217,9 @@ class Ledger:
             raise ValueError(f"request {request} is {entry.state.value}, only a running one can be released")
         rank = self._unplace(entry)
         entry.state = State.WAITING
-        entry.barren += lost
+        entry.barren += lost and entry.taken
         if entry.barren >= BARREN_LIMIT:
-            what = f"the request lost {entry.barren} ranks in a row without a token, {rank} the last"
+            what = f"the request lost {entry.barren} ranks in a row that had taken it and gave no token, {rank} the last"
             self.fail(request, Failure(Reason.BARREN, what))
         return entry
 

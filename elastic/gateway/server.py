@@ -45,6 +45,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 0
     max_queued: int = 256
+    max_model_len: int = 0
+    """Prompt and answer together; 0: what the model allows."""
     request_timeout_s: float = 300.0
     grace_s: float = 30.0
     """After SIGTERM: how long requests in flight may take to end."""
@@ -119,6 +121,8 @@ async def serve(options: Options, *, stop: asyncio.Event, ready: asyncio.Event |
     """Run until `stop` is set. `ready` is set once `gateway.json` is written. Raises ElasticError for whatever keeps it
     from starting."""
     shape = read_model_shape(options.checkpoint)
+    if options.max_model_len:
+        shape = msgspec.structs.replace(shape, max_position=min(shape.max_position, options.max_model_len))
     tokenizer, eos_ids = load_tokenizer(options.checkpoint), read_eos_ids(options.checkpoint)
     run_dir = Path(options.run_dir)
     with _claim(run_dir), listen(options.host, options.port) as listener:

@@ -41,6 +41,7 @@ class LocalLauncher:
                 *("--group", c.name, "--run-dir", c.run_dir, "--checkpoint", c.checkpoint),
                 *("--model", c.model_name or Path(c.checkpoint).name),
                 *("--host", c.gateway_host, "--port", str(c.gateway_port), "--max-queued", str(c.gateway_max_queued)),
+                *("--max-model-len", str(c.max_model_len)),
             ],
         )
 

@@ -94,9 +94,9 @@ class System:
 class Goals:
     """How far to go. Coverage is never traded; these decide what else is worth moving bytes for."""
 
-    tolerance: float = 0.01
+    tolerance: float = 0.008
     """A layer whose busiest rank is within this share of the best possible load is left as it is."""
-    worth: float = 5e-4
+    worth: float = 1e-4
     """Least relief of overloaded ranks, in mean rank loads, for which one expert is moved."""
     balance_moves: int | None = None
     """Most moves per layer for balance; None: as many as are worth it."""

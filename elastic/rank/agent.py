@@ -53,6 +53,9 @@ from elastic.rank.weights import Weights
 
 _Connection = asyncio.StreamWriter
 
+UNREAD_BYTES = 1 << 20
+"""A controller that has left so much unread (it is stopped) is told no news; answers still go to it."""
+
 
 class Agent:
     """Created by the main thread; `start` returns when the socket listens. Errors of one connection end that connection."""
@@ -169,6 +172,9 @@ class Agent:
         key = (message.request, message.attempt)
         if isinstance(message, Submit):
             self._owner[key] = writer
+            # before any step has seen it: should it end this process, the gateway knows what the rank was working on
+            start = len(message.tokens) - message.prompt_len
+            writer.write(encode(Emitted(request=message.request, attempt=message.attempt, start=start, tokens=())))
         else:
             self._owner.pop(key, None)
         self._engine.inbox.append(message)
@@ -192,7 +198,8 @@ class Agent:
 
     def _send_controllers(self, message: AnyMessage) -> None:
         for writer in self._controllers:
-            writer.write(encode(message))
+            if writer.transport.get_write_buffer_size() < UNREAD_BYTES:
+                writer.write(encode(message))
 
     # --- commands -------------------------------------------------------------------------------------------------
 

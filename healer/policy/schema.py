@@ -95,7 +95,7 @@ class Api(Model):
 
 
 class Detection(Model):
-    heartbeat_interval_s: Duration = 0.1
+    heartbeat_interval_s: Duration = 0.2
     stall_after_s: Duration = 1.0
     """Silence counts after this, together with other evidence."""
     silent_after_s: Duration = 10.0

@@ -145,3 +145,25 @@ async def test_a_full_disk_does_not_end_healing(
         monkeypatch.undo()
         prompts = random_prompts(4, VOCAB, seed=10)
         await owner.answers(prompts)
+
+
+@pytest.mark.parametrize("before", ["commit", "resume"])
+async def test_a_controller_that_ends_while_the_group_stands_sets_it_going_first(
+    checkpoint: Path, run_dir: Path, before: str
+) -> None:
+    async with group(checkpoint, run_dir) as owner:
+        executor, reached = owner.executor, asyncio.Event()
+        prompts = random_prompts(4, VOCAB, seed=11)
+        want = await owner.answers(prompts)
+
+        async def stand() -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+        once(owner, executor._group, before, stand)
+        executor.scale(4, reason="test")
+        async with asyncio.timeout(30):
+            await reached.wait()
+        await executor.close()
+        async with asyncio.timeout(20):
+            assert await owner.answers(prompts) == want

@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from elastic.client import Tokens, Traffic
+from elastic.paths import state_path
 from healer.deployment import Deployment, eventually
 from tests.e2e.harness import assert_same, members, send
 
@@ -51,6 +52,31 @@ async def test_a_rank_that_dies_while_no_daemon_watches_is_healed_by_the_next_da
     now = members(deployment)
     assert now[0] != processes[0]
     assert {s: now[s] for s in (1, 2, 3)} == {s: processes[s] for s in (1, 2, 3)}
+
+
+async def test_the_daemon_all_ranks_and_the_state_file_are_lost_and_every_request_ends(
+    deployment: Deployment, prompts: list[Tokens], expected: list[Tokens]
+) -> None:
+    await deployment.start()
+    processes = members(deployment)
+    send(deployment, processes, signal.SIGKILL)
+
+    async def second_incarnations() -> bool | None:
+        now = members(deployment)
+        return True if all(slot in now and now[slot] != old for slot, old in processes.items()) else None
+
+    await eventually(second_incarnations, "every slot has a new process", 30)
+    await deployment.settled()
+    traffic = Traffic(deployment.gateway(), prompts, ANSWER)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(traffic.run())
+        await traffic.reached(100)
+        deployment.kill_daemon()
+        send(deployment, processes, signal.SIGKILL)
+        state_path(deployment.run_dir).unlink()
+        deployment.spawn()
+    assert_same(traffic.answers, expected)
+    await deployment.settled()
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.005, 0.01, 0.02, 0.05])

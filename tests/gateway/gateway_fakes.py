@@ -133,6 +133,9 @@ class FakeRank:
                         rejected = Rejected(request=message.request, attempt=message.attempt, why=self.refuse)
                         writer.write(encode(rejected))
                         continue
+                    start = len(message.tokens) - message.prompt_len
+                    taken = Emitted(request=message.request, attempt=message.attempt, start=start, tokens=())
+                    writer.write(encode(taken))
                     task = asyncio.create_task(self._answer(message, writer))
                     self._steps[message.request] = task
                 elif isinstance(message, Cancel):

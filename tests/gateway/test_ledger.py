@@ -83,11 +83,19 @@ def test_answer_ends_by_its_own_tokens_whatever_the_rank_still_says(
 
 def test_request_that_loses_rank_after_rank_without_a_token_is_ended(ledger: Ledger) -> None:
     for loss in range(BARREN_LIMIT):
-        ledger.assign("r", A)
+        submit = ledger.assign("r", A)
+        assert ledger.emit(A, emitted(0, attempt=submit.attempt), 1.0) is Verdict.ACCEPTED
         entry = ledger.release("r", lost=True)
         assert (entry.state is State.FAILED) == (loss == BARREN_LIMIT - 1)
     assert entry.failure is not None
     assert entry.failure.reason is Reason.BARREN
+
+
+def test_ranks_that_were_dead_before_they_took_the_request_are_not_held_against_it(ledger: Ledger) -> None:
+    for _ in range(BARREN_LIMIT * 2):
+        ledger.assign("r", A)
+        entry = ledger.release("r", lost=True)
+    assert entry.state is State.WAITING
 
 
 def test_progress_and_hand_overs_do_not_count_as_losses(ledger: Ledger) -> None:

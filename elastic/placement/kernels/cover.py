@@ -8,6 +8,9 @@ from elastic.placement.kernels.state import Flags, Floats, Frame, Ints, Layer, f
 COVER, FILL, BALANCE, PROTECT = 0, 1, 2, 3
 """Why a step is made; the first column of the step arrays."""
 
+SLACK = 1
+"""Experts that a receiver may load beyond its share, if a better slot is there."""
+
 
 @compiled
 def record(steps: Ints, at: int, kind: int, layer: int, p: int, expert: int, q: int, other: int) -> int:
@@ -25,7 +28,7 @@ def record(steps: Ints, at: int, kind: int, layer: int, p: int, expert: int, q: 
 def cover_layers(frame: Frame, loads: Floats, rows: Ints, staying: Flags, rows_out: Ints, steps: Ints) -> int:
     """Cover every layer; returns the number of steps. `rows_out` gets the covered map without duplicates.
 
-    A receiver takes at most an even share of all orphans so far, rounded up, where its layers allow it.
+    A receiver takes at most an even share of all orphans so far, rounded up, and SLACK more, where its layers allow it.
     """
     at, total = 0, 0
     to_load = np.zeros(len(frame.first) - 1, dtype=np.int32)
@@ -37,7 +40,7 @@ def cover_layers(frame: Frame, loads: Floats, rows: Ints, staying: Flags, rows_o
             orphans += layer.copies[expert] == 0
         if orphans:
             total += orphans
-            share = -(-total // len(frame.live))
+            share = -(-total // len(frame.live)) + SLACK
             for expert in np.argsort(-layer.load, kind="mergesort"):
                 if layer.copies[expert] == 0:
                     p = _slot_for(frame, layer, expert, to_load, share)

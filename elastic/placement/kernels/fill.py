@@ -12,7 +12,7 @@ import numpy as np
 from elastic.placement.kernels.cover import BALANCE
 from elastic.placement.kernels.improve import improve
 from elastic.placement.kernels.jit import compiled
-from elastic.placement.kernels.state import Frame, Ints, Layer, heaviest, put, spread, take
+from elastic.placement.kernels.state import Floats, Frame, Ints, Layer, heaviest, new_layer, put, spread, take
 
 CHOICES = np.array([0.8, 0.6, 0.4, 0.0])
 """Largest share of one replica, in mean rank loads, that waits for the second copies of others."""
@@ -67,6 +67,20 @@ def fill(frame: Frame, layer: Layer, bound: float, mean: float, most: int, scrat
     for i in range(len(best_slots)):
         put(frame, layer, best_slots[i], best_rows[i])
     return best_slots
+
+
+@compiled
+def fresh_plan(frame: Frame, load: Floats, mean: float, most: int) -> float:
+    """The busiest rank's load if the layer were placed anew in one pass, for balance alone: what is known to be possible."""
+    # every rank a host of its own: no copy looks for another host
+    alone = Frame(frame.owner, frame.first, np.arange(len(frame.host), dtype=np.int32), frame.domain, frame.live)
+    layer = new_layer(alone, load)
+    slots = 0
+    for rank in frame.live:
+        slots += frame.first[rank + 1] - frame.first[rank]
+    most = min(most, slots)
+    _pack(alone, layer, _allot(alone, layer, 0.0, most), most, mean)
+    return heaviest(alone, layer)
 
 
 @compiled

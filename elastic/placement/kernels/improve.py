@@ -9,7 +9,7 @@ import numpy as np
 
 from elastic.placement.kernels.cover import record
 from elastic.placement.kernels.jit import compiled
-from elastic.placement.kernels.state import Floats, Frame, Ints, Layer, put, spread, take
+from elastic.placement.kernels.state import Floats, Frame, Ints, Layer, heaviest, put, spread, take
 
 ABOVE_MEAN = 0.05
 """Weight of the load between mean and level."""
@@ -42,13 +42,17 @@ def improve(
     at: int,
 ) -> int:
     """Make steps until no rank is above `level`, the busiest cannot be relieved for what it is worth, or `most_moves` are
-    made; returns the new end of `steps`.
+    made, and take the last ones back if they did not pay; returns the new end of `steps`.
 
     `cost` is what writing each slot costs, in moves; infinite for slots that must not be written. `worth` is the least
-    fall of the excess per move.
+    fall of the excess, and in the end of the busiest rank's load, per move.
     """
-    moves = 0
+    moves, begin = 0, at
     order = frame.live.copy()
+    overwritten = [np.int32(0) for _ in range(0)]
+    # of all states on the way the one is kept that paid best for its moves
+    best_value, best_at = 0.0, at
+    heaviest_before = heaviest(frame, layer)
     while moves < most_moves:
         _sort_by_load(layer, order)
         busiest = order[-1]
@@ -62,15 +66,17 @@ def improve(
         _apply(frame, layer, p, expert, q, other)
         if _total_excess(frame, layer, level, mean) >= before - 1e-9 * mean:
             # ranks that hold both experts are estimated separately, so a copy may turn out to be of no use
-            if q >= 0:
-                _apply(frame, layer, p, other, q, expert)
-            else:
-                take(frame, layer, p)
-                if given >= 0:
-                    put(frame, layer, p, given)
+            _undo(frame, layer, p, given, q, expert)
             break
         at = record(steps, at, kind, number, p, expert, q, other)
+        overwritten.append(given)
         moves += 1 if q < 0 else 2
+        value = heaviest_before - heaviest(frame, layer) - worth * moves
+        if value > best_value:
+            best_value, best_at = value, at
+    while at > best_at:
+        at -= 1
+        _undo(frame, layer, steps[at, 2], overwritten[at - begin], steps[at, 4], steps[at, 3])
     return at
 
 
@@ -82,6 +88,17 @@ def _apply(frame: Frame, layer: Layer, p: int, expert: int, q: int, other: int) 
         take(frame, layer, q)
         put(frame, layer, q, other)
     put(frame, layer, p, expert)
+
+
+@compiled
+def _undo(frame: Frame, layer: Layer, p: int, given: int, q: int, expert: int) -> None:
+    """Take back a step that put `expert` into `p` in place of `given`, and in an exchange `given` into `q`."""
+    take(frame, layer, p)
+    if q >= 0:
+        take(frame, layer, q)
+        put(frame, layer, q, expert)
+    if given >= 0:
+        put(frame, layer, p, given)
 
 
 @compiled

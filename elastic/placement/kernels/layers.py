@@ -3,11 +3,11 @@
 import numpy as np
 
 from elastic.placement.kernels.cover import BALANCE, COVER, FILL, record
-from elastic.placement.kernels.fill import fill
+from elastic.placement.kernels.fill import fill, fresh_plan
 from elastic.placement.kernels.improve import improve
 from elastic.placement.kernels.jit import compiled
 from elastic.placement.kernels.protect import protect
-from elastic.placement.kernels.state import Flags, Floats, Frame, Ints, Layer, fill_from, least_busiest, new_layer
+from elastic.placement.kernels.state import Flags, Floats, Frame, Ints, Layer, fill_from, heaviest, least_busiest, new_layer
 
 
 @compiled
@@ -45,9 +45,12 @@ def improve_layers(
         slots = fill(frame, layer, bounds[number], mean, replicas - held, scratch)
         at = _filled(layer, slots, start, number, steps, at)
         level = bounds[number] / (1 - tolerance)
-        at = improve(
-            frame, layer, cost, level, mean, worth * mean, fault_cost, balance_moves, BALANCE, number, steps, at
-        )
+        if held > 0 and heaviest(frame, layer) > level:
+            # few slots or heavy experts: the bound is out of reach, and chasing it is not worth the moves
+            level = max(level, fresh_plan(frame, layer.load, mean, replicas) / (1 - tolerance))
+            at = improve(
+                frame, layer, cost, level, mean, worth * mean, fault_cost, balance_moves, BALANCE, number, steps, at
+            )
         at = protect(frame, layer, level, protect_moves, number, steps, at)
         rows_out[number] = layer.held
     return at

@@ -1,0 +1,1 @@
+"""The planner beside DeepSeek's, as vLLM ships it, on the same inputs: `python -m elastic.placement.bench`."""
