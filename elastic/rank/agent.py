@@ -100,7 +100,7 @@ class Agent:
 
     def tell(self, message: Resumed) -> None:
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._send_controllers, message)
+            self._loop.call_soon_threadsafe(self._resumed, message)
 
     # --- the agent's thread ---------------------------------------------------------------------------------------
 
@@ -196,6 +196,12 @@ class Agent:
             for writer in self._gateways:
                 writer.write(encode(load))
 
+    def _resumed(self, message: Resumed) -> None:
+        self._send_controllers(message)
+        # behind the first step, which it would hold up: NIXL EP takes connections down with Python's lock held
+        tidying = asyncio.get_running_loop().run_in_executor(self._worker, self._membership.tidy)
+        tidying.add_done_callback(lambda done: done.exception())
+
     def _send_controllers(self, message: AnyMessage) -> None:
         for writer in self._controllers:
             if writer.transport.get_write_buffer_size() < UNREAD_BYTES:
@@ -257,7 +263,6 @@ class Agent:
             if phase is not Phase.PARKED or self._engine.view is None:
                 return Refused(id=message.id, epoch=self._gate.epoch, why=f"the rank is {phase}, not parked in a view")
             self._gate.resume()
-            loop.run_in_executor(self._worker, self._membership.tidy).add_done_callback(lambda done: done.exception())
         return Done(id=message.id)
 
     async def _parked(self, id_: int, told: float) -> AnyMessage:
