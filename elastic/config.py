@@ -9,7 +9,8 @@ import msgspec
 
 from elastic.errors import ElasticError
 
-EpBackendName = Literal["shm", "nixl"]
+EpBackendName = Literal["shm", "nixl", "nixl-ep"]
+"""shm: one host's memory; nixl: the NIXL agent with UCX, also between hosts; nixl-ep: NIXL EP on NVIDIA GPUs."""
 
 
 MAX_RUN_DIR = 70
@@ -52,6 +53,8 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Row counts for which a step graph is captured; a step is padded to the next. At least 4: below, the CPU's
     matrix kernels sum in another order and rows would depend on their batch."""
     ep_backend: EpBackendName = "shm"
+    gpus: tuple[int, ...] = ()
+    """GPU index of each slot, repeated as needed; empty: slots in turn over the visible GPUs. Only for nixl-ep."""
     ep_timeout_s: float = 30.0
     """After this long a silent peer is masked by the survivor itself: the fallback, never the plan."""
     host_tier: bool = True
@@ -66,6 +69,15 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     gateway_max_queued: int = 256
     model_name: str = ""
     """What clients call the model; empty: the name of the checkpoint folder."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.ep_backend == "nixl-ep"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one weight: bfloat16 on GPUs, float32 on CPUs."""
+        return 2 if self.on_gpu else 4
 
     @property
     def root(self) -> Path:

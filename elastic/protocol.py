@@ -47,7 +47,7 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Background work before a commit, while the group serves: connect peers masked, load weights; a joiner also loads
+    """Background work before a commit, while the group serves: know the peers' memory, load weights; a joiner also loads
     its dense weights, warms up and captures. Answered with Prepared."""
 
     id: int
@@ -57,6 +57,20 @@ class Prepare(Message, frozen=True):
     dense_from: int | None = None
     """For a joiner that has no dense weights yet: a live slot to take them from, or -1: host tier or checkpoint."""
     capture: bool = False
+
+
+class Link(Message, frozen=True):
+    """Connect the EP back end to peers, masked, while the group serves; after Prepare on all sides. Answered with Done:
+    at once, before the work begins, or, with `wait`, when the peers are connected.
+
+    In two steps because NIXL EP meets: each side waits for the other, and the process can do nothing else meanwhile. So
+    joiners are sent into it first, and the ranks that serve follow when the joiners are there.
+    """
+
+    id: int
+    epoch: int
+    peers: tuple[Peer, ...]
+    wait: bool
 
 
 class StopAt(Message, frozen=True):
@@ -339,12 +353,12 @@ class GatewayStatus(Message, frozen=True):
 
 
 AnyMessage = (
-    Hello | Query | Prepare | StopAt | Abort | Commit | Resume | Leave | Status | Prepared | Parked | Late | Committed
+    Hello | Query | Prepare | Link | StopAt | Abort | Commit | Resume | Leave | Status | Prepared | Parked | Late | Committed
     | Done | Refused | Failed | Heartbeat | Fault | Resumed | Submit | Cancel | Emitted | Rejected | Load | Routes
     | GatewayQuery | GatewayStatus
 )  # fmt: skip
 
-Command = Query | Prepare | StopAt | Abort | Commit | Resume | Leave | Routes | GatewayQuery
+Command = Query | Prepare | Link | StopAt | Abort | Commit | Resume | Leave | Routes | GatewayQuery
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

@@ -22,7 +22,7 @@ from elastic.errors import ElasticError, Infeasible, Unreachable
 from elastic.launch.base import Launched, Launcher
 from elastic.placement import Move, Plan, initial, replan
 from elastic.placement.maps import Row
-from elastic.protocol import Abort, Done, Leave, Parked, Prepare, Prepared, Route
+from elastic.protocol import Abort, Done, Leave, Link, Parked, Prepare, Prepared, Route
 from elastic.view import View
 
 T = TypeVar("T")
@@ -130,6 +130,9 @@ class Sequences:
         with rec.phase("load"):
             failed = await self._prepare_all(rec, joiners, present, moves)
         if not failed:
+            with rec.phase("connect"):
+                failed = await self._link_all(joiners, present)
+        if not failed:
             with rec.phase("park"):
                 await group.stop()
             failed = {s: f"slot {s} died" for s, link in joiners.items() if self._boots.ready.get(s) is not link}
@@ -201,28 +204,63 @@ class Sequences:
             order = Prepare(id=link.next_id(), epoch=group.epoch, peers=tuple(new.values()), moves=moves.get(slot, ()))
             return await link.call(order, Prepared, deadline_s=deadline_s)
 
+        ups, olds, failed = await self._both(
+            {s: joiner(s, link, i) for i, (s, link) in enumerate(joiners.items())}, {s: survivor(s) for s in present}
+        )
+        for slot, prepared in (olds | ups).items():
+            rec.loaded(slot, prepared.loaded)
+            if slot in ups:
+                end = time.monotonic()
+                rec.add_phase(f"capture {slot}", end - prepared.capture_s, end)
+        return failed
+
+    async def _link_all(self, joiners: dict[int, RankLink], present: Collection[int]) -> dict[int, str]:
+        """Connect the EP back ends, joiners first: see `Link`. Returns failures as `_prepare_all`."""
+        group = self._group
+        deadline_s = self._config.prepare_deadline_s + self._config.commit_deadline_s
+        new = {s: link.status.peer for s, link in joiners.items()}
+        old = {s: group.peer(s) for s in present}
+
+        async def joiner(slot: int, link: RankLink, wait: bool) -> Done:
+            peers = (*old.values(), *(p for s, p in new.items() if s != slot))
+            order = Link(id=link.next_id(), epoch=group.epoch, peers=peers, wait=wait)
+            return await link.call(order, Done, deadline_s=deadline_s)
+
+        async def survivor(slot: int) -> Done:
+            link = group.links[slot]
+            order = Link(id=link.next_id(), epoch=group.epoch, peers=tuple(new.values()), wait=True)
+            return await link.call(order, Done, deadline_s=deadline_s)
+
+        _, _, failed = await self._both({s: joiner(s, link, False) for s, link in joiners.items()}, {})
+        if not failed:
+            waits = {s: joiner(s, link, True) for s, link in joiners.items()}
+            _, _, failed = await self._both(waits, {s: survivor(s) for s in present})
+        return failed
+
+    async def _both(
+        self, joiners: dict[int, Coroutine[Any, Any, T]], present: dict[int, Coroutine[Any, Any, T]]
+    ) -> tuple[dict[int, T], dict[int, T], dict[int, str]]:
+        """Run calls to joiners and to present ranks at once. Returns the answers of both, and why each failed joiner
+        failed; a failure of a present rank that is no joiner's fault is raised."""
         async with asyncio.TaskGroup() as tasks:
-            ups = {s: tasks.create_task(_outcome(joiner(s, link, i))) for i, (s, link) in enumerate(joiners.items())}
-            old = await _outcome(group.each({s: survivor(s) for s in present}))
+            ups = {s: tasks.create_task(_outcome(call)) for s, call in joiners.items()}
+            old = await _outcome(self._group.each(present))
             if isinstance(old, ElasticError):
                 for task in ups.values():
                     task.cancel()
         if isinstance(old, ElasticError):
             if accused := _accused(old, joiners):
-                return accused
+                return {}, {}, accused
             raise old
-        for slot, prepared in old.items():
-            rec.loaded(slot, prepared.loaded)
+        answers: dict[int, T] = {}
         failed: dict[int, str] = {}
         for slot, task in ups.items():
             result = task.result()
             if isinstance(result, ElasticError):
                 failed |= _accused(result, joiners) or {slot: str(result)}
             else:
-                rec.loaded(slot, result.loaded)
-                end = time.monotonic()
-                rec.add_phase(f"capture {slot}", end - result.capture_s, end)
-        return failed
+                answers[slot] = result
+        return answers, old, failed
 
     # --- retire ---------------------------------------------------------------------------------------------------
 
@@ -248,6 +286,7 @@ class Sequences:
             group.parked.pop(slot, None)
         try:
             await self._commit(rec, view, {}, phase="commit", survivors=staying)
+            await self._disconnected(staying)
             await self._dismiss(leavers)
         finally:
             # whether or not they said good-bye, they are part of no view; a loss that cut this off does not wait for them
@@ -281,6 +320,15 @@ class Sequences:
     async def _plan_retire(self, present: Collection[int], staying: Collection[int]) -> Plan:
         contents = self._group.contents(await self._held(present))
         return replan(contents, present=present, live=staying, redundant=self._config.redundant_experts)
+
+    async def _disconnected(self, slots: Collection[int]) -> None:
+        """Wait until these ranks have taken down what the last view left over: work of the background, in its order. A
+        rank that leaves keeps its memory until then."""
+        group, orders = self._group, {}
+        for slot in slots:
+            order = Prepare(id=group.links[slot].next_id(), epoch=group.epoch)
+            orders[slot] = group.links[slot].call(order, Prepared, deadline_s=self._config.commit_deadline_s)
+        await group.each(orders)
 
     async def _dismiss(self, leavers: dict[int, RankLink]) -> None:
         """Every peer has disconnected from them: let them end."""

@@ -47,6 +47,8 @@ class LocalLauncher:
 
     async def build_tier(self, *, deadline_s: float) -> None:
         arguments = ["-m", "elastic.rank.tier", "build", self._config.checkpoint, str(tier_path(self._config.root))]
+        if self._config.on_gpu:
+            arguments += ["--dtype", "bfloat16"]
         builder = await asyncio.create_subprocess_exec(
             sys.executable, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )

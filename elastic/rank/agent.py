@@ -30,6 +30,7 @@ from elastic.protocol import (
     Hello,
     Late,
     Leave,
+    Link,
     Load,
     Parked,
     Peer,
@@ -99,7 +100,7 @@ class Agent:
 
     def tell(self, message: Resumed) -> None:
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._send_controllers, message)
+            self._loop.call_soon_threadsafe(self._resumed, message)
 
     # --- the agent's thread ---------------------------------------------------------------------------------------
 
@@ -198,6 +199,12 @@ class Agent:
             for writer in self._gateways:
                 writer.write(encode(load))
 
+    def _resumed(self, message: Resumed) -> None:
+        self._send_controllers(message)
+        # behind the first step, which it would hold up: NIXL EP takes connections down with Python's lock held
+        tidying = asyncio.get_running_loop().run_in_executor(self._worker, self._membership.tidy)
+        tidying.add_done_callback(lambda done: done.exception())
+
     def _send_controllers(self, message: AnyMessage) -> None:
         for writer in self._controllers:
             if writer.transport.get_write_buffer_size() < UNREAD_BYTES:
@@ -209,7 +216,7 @@ class Agent:
         if isinstance(message, Query):
             writer.write(encode(self.status(message.id)))
             return
-        if not isinstance(message, Prepare | StopAt | Abort | Commit | Resume | Leave):
+        if not isinstance(message, Prepare | Link | StopAt | Abort | Commit | Resume | Leave):
             print(f"agent: ignored {type(message).__name__}", flush=True)
             return
         if not self._gate.fence(message.epoch):
@@ -230,10 +237,18 @@ class Agent:
             await writer.drain()
             self._gate.leave()
 
-    async def _carry_out(self, message: Prepare | StopAt | Abort | Commit | Resume | Leave) -> AnyMessage:
+    async def _carry_out(self, message: Prepare | Link | StopAt | Abort | Commit | Resume | Leave) -> AnyMessage:
         loop, phase = asyncio.get_running_loop(), self._gate.phase
         if isinstance(message, Prepare):
             return await loop.run_in_executor(self._worker, self._membership.prepare, message)
+        if isinstance(message, Link):
+            linking = loop.run_in_executor(self._worker, self._membership.link, message)
+            if message.wait:
+                await linking
+            else:
+                # its outcome is told to whoever waits with the same order; nobody else awaits it
+                linking.add_done_callback(lambda done: done.exception())
+            return Done(id=message.id)
         if isinstance(message, StopAt):
             if (begun := self._gate.stop_at(message.round)) is not None:
                 return Late(id=message.id, round=begun)

@@ -9,6 +9,7 @@ import torch
 
 from elastic.config import read_model_shape
 from elastic.errors import ElasticError
+from elastic.rank.device import CPU, Device
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Architecture:
     eos_ids: tuple[int, ...]
 
     @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert in float32: w13 and w2."""
-        return 3 * self.expert_intermediate * self.hidden * 4
+    def expert_weights(self) -> int:
+        """Numbers in one expert: w13 and w2."""
+        return 3 * self.expert_intermediate * self.hidden
 
     def dense_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that is not an expert's, by its checkpoint name, in model order."""
@@ -112,11 +113,11 @@ def read_architecture(checkpoint: str | Path) -> Architecture:
 
 
 class Arena:
-    """Named float32 tensors in one flat allocation, so that all of them move in one transfer and none ever moves."""
+    """Named tensors in one flat allocation, so that all of them move in one transfer and none ever moves."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, shapes: dict[str, tuple[int, ...]], device: Device = CPU) -> None:
         sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
-        self.flat = torch.zeros(sum(sizes.values()), dtype=torch.float32)
+        self.flat = device.zeros(sum(sizes.values()))
         self.views: dict[str, torch.Tensor] = {}
         at = 0
         for name, shape in shapes.items():
@@ -134,8 +135,8 @@ class ExpertBuffers:
     [hidden, expert_intermediate]. `contents[layer][index]` is the logical expert, or HOLE while empty or being written.
     """
 
-    def __init__(self, arch: Architecture, slots_per_rank: int) -> None:
+    def __init__(self, arch: Architecture, slots_per_rank: int, device: Device = CPU) -> None:
         lead = (len(arch.moe_layers), slots_per_rank)
-        self.w13 = torch.zeros(*lead, 2 * arch.expert_intermediate, arch.hidden)
-        self.w2 = torch.zeros(*lead, arch.hidden, arch.expert_intermediate)
+        self.w13 = device.zeros(*lead, 2 * arch.expert_intermediate, arch.hidden)
+        self.w2 = device.zeros(*lead, arch.hidden, arch.expert_intermediate)
         self.contents: list[list[int]] = [[-1] * slots_per_rank for _ in arch.moe_layers]

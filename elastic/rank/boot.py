@@ -1,7 +1,9 @@
 """Puts a rank together. Order matters: the agent's socket is opened last, since it is the liveness signal."""
 
 import contextlib
+import faulthandler
 import os
+import signal
 import sys
 import traceback
 
@@ -16,6 +18,7 @@ from elastic.rank.architecture import Arena, ExpertBuffers, read_architecture
 from elastic.rank.buffers import Buffers
 from elastic.rank.checkpoint import Checkpoint
 from elastic.rank.comm.factory import open_backend
+from elastic.rank.device import open_device
 from elastic.rank.engine import Engine
 from elastic.rank.gate import Gate
 from elastic.rank.member import Membership
@@ -26,12 +29,15 @@ from elastic.rank.weights import Weights
 
 def serve(config: GroupConfig, slot: int, incarnation: int, address: str) -> None:
     """Run until told to leave. Raises ElasticError when the rank cannot start."""
+    # kill -USR1 writes every thread's stack to the rank's log
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     # the agent must get the interpreter within a fraction of a step, also while the loop computes
     sys.setswitchinterval(0.0005)
     arch = read_architecture(config.checkpoint)
     checkpoint = Checkpoint(config.checkpoint, arch)
+    device = open_device(config, slot)
     ep, board = open_backend(
         config.ep_backend,
         rank=slot,
@@ -42,11 +48,13 @@ def serve(config: GroupConfig, slot: int, incarnation: int, address: str) -> Non
         top_k=arch.top_k,
         timeout_s=config.ep_timeout_s,
         group=config.name,
+        device=device,
     )
-    arena, experts, buffers = Arena(arch.dense_shapes()), ExpertBuffers(arch, config.slots_per_rank), Buffers()
-    tier = HostTier.open(tier_path(config.root), arch) if config.host_tier else None
+    arena, buffers = Arena(arch.dense_shapes(), device), Buffers()
+    experts = ExpertBuffers(arch, config.slots_per_rank, device)
+    tier = HostTier.open(tier_path(config.root), arch, device.dtype) if config.host_tier else None
     weights = Weights(config, arch, arena, experts, slot, incarnation, tier, checkpoint)
-    runner = Runner(config, arch, arena, experts, ep, buffers)
+    runner = Runner(config, arch, arena, experts, ep, buffers, device)
     gate = Gate(board.ring)
     agents: list[Agent] = []
     engine = Engine(

@@ -17,7 +17,7 @@ _DTYPES = ("F32", "BF16", "F16")
 
 
 class Checkpoint:
-    """An open checkpoint. Tensors of any of the float types above are given as float32.
+    """An open checkpoint. Tensors of any of the float types above are given in the type of the memory to fill.
 
     Opening reads the headers of all shards, no weights: it raises ElasticError for the first thing that a later load would
     trip over, a tensor that is missing or has another shape, or a shard that is cut short. The files must not change while
@@ -51,15 +51,14 @@ class Checkpoint:
             self.read(name, view)
         return arena.flat.numel() * arena.flat.element_size()
 
-    def load_expert(self, layer: int, expert: int, w13: torch.Tensor, w2: torch.Tensor) -> int:
+    def load_expert(self, layer: int, expert: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
         """Fill w13 [2 * expert_intermediate, hidden] (gate over up) and w2 [hidden, expert_intermediate], in place, with
-        one expert of a MoE layer; returns the bytes written. Raises ElasticError; the buffers then hold rubbish."""
+        one expert of a MoE layer. Raises ElasticError; the buffers then hold rubbish."""
         gate, up, down = self.arch.expert_names(layer, expert)
         half = self.arch.expert_intermediate
         self.read(gate, w13[:half])
         self.read(up, w13[half:])
         self.read(down, w2)
-        return self.arch.expert_bytes
 
     def _fingerprint(self) -> str:
         digest = hashlib.blake2b((self.path / "config.json").read_bytes(), digest_size=16)

@@ -116,7 +116,9 @@ class Engine:
         batch = self._scheduler.build()
         round_, has_work = self._gate.round, batch.rows > 0
         self._board.announce(round_, has_work, self._peers)
+        self._ep.begin_step()
         logits = self._runner.run(batch)
+        self._ep.end_step()
         self.stood = self._clock()
         if self._ep.mask_generation != self._generation or self._gate.halted:
             self._scheduler.discard(batch)

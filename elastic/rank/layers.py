@@ -1,4 +1,4 @@
-"""The arithmetic of one decoder layer, in float32, and views of its weights.
+"""The arithmetic of one decoder layer, and views of its weights.
 
 Results of a row must not depend on the other rows: a replayed request shares its steps with others, yet has to continue
 token for token. So matrix products have at least 4 rows, sums have fixed lengths (attention always spans `max_model_len`
@@ -119,8 +119,8 @@ def mlp(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
 
 
 def route(x: torch.Tensor, gate: torch.Tensor, arch: Architecture) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [rows, top_k] and logical experts [rows, top_k] int64, the most probable first."""
-    weights, chosen = torch.softmax(F.linear(x, gate), -1).topk(arch.top_k, -1)
+    """Weights [rows, top_k] float32 and logical experts [rows, top_k] int64, the most probable first."""
+    weights, chosen = torch.softmax(F.linear(x, gate), -1, dtype=torch.float32).topk(arch.top_k, -1)
     if arch.norm_topk_prob:
         weights = weights.div_(weights.sum(-1, keepdim=True))
     return weights, chosen

@@ -3,9 +3,11 @@
 import torch
 
 from elastic.config import GroupConfig
+from elastic.placement.maps import HOLE
 from elastic.rank.architecture import Architecture, Arena, ExpertBuffers
 from elastic.rank.buffers import Buffers
 from elastic.rank.comm.base import EpBackend
+from elastic.rank.device import CPU, Device
 from elastic.rank.graphs import Nodes
 from elastic.rank.layers import LayerWeights, Rows, attention, expert_mlps, mlp, rms_norm, rope_tables, route
 from elastic.rank.routing import RouteTable
@@ -29,26 +31,27 @@ class Model:
         experts: ExpertBuffers,
         ep: EpBackend,
         buffers: Buffers,
+        device: Device = CPU,
     ) -> None:
         rows, length, kv = config.max_tokens, config.max_model_len, arch.kv_heads
         sequences = config.max_seqs + 1
-        self._arch, self._ep, self._buffers = arch, ep, buffers
+        self._arch, self._ep, self._buffers, self._device = arch, ep, buffers, device
 
         buffers.add("dense", arena.flat)
         buffers.add("experts.w13", experts.w13)
         buffers.add("experts.w2", experts.w2)
-        self.inputs = buffers.add("inputs", torch.zeros(4, rows, dtype=torch.int64))
-        self.logits = buffers.add("logits", torch.zeros(rows, arch.vocab))
-        self.routes = RouteTable(ep.rank, len(arch.moe_layers), arch.experts, rows, buffers)
+        self.inputs = buffers.add("inputs", device.zeros(4, rows, dtype=torch.int64))
+        self.logits = buffers.add("logits", device.zeros(rows, arch.vocab, dtype=torch.float32))
+        self.routes = RouteTable(ep.rank, len(arch.moe_layers), arch.experts, rows, buffers, device)
         cache_shape = (arch.layers, 2, sequences, kv, length, arch.head_dim)
-        self._cache = buffers.add("kv", torch.zeros(cache_shape))
-        self._out = buffers.add("ep.out", torch.zeros(rows, arch.hidden))
-        self._y = buffers.add("ep.y", torch.zeros(ep.experts_per_rank, ep.capacity * ep.max_tokens, arch.hidden))
-        cos, sin = rope_tables(arch, length)
+        self._cache = buffers.add("kv", device.zeros(*cache_shape))
+        self._out = buffers.add("ep.out", device.zeros(rows, arch.hidden))
+        self._y = buffers.add("ep.y", device.zeros(ep.experts_per_rank, ep.capacity * ep.max_tokens, arch.hidden))
+        cos, sin = (device.to(table.to(device.dtype)) for table in rope_tables(arch, length))
         self._cos, self._sin = buffers.add("rope.cos", cos), buffers.add("rope.sin", sin)
-        self._steps = buffers.add("kv.positions", torch.arange(length))
+        self._steps = buffers.add("kv.positions", device.to(torch.arange(length)))
         heads = torch.arange(2)[:, None] * (sequences * kv) + torch.arange(kv)[None]
-        self._heads = buffers.add("kv.heads", (heads * length).view(1, -1))
+        self._heads = buffers.add("kv.heads", device.to((heads * length).view(1, -1)))
         self._seq_stride = kv * length
 
         self._layers = [LayerWeights.of(arch, arena, i) for i in range(arch.layers)]
@@ -60,19 +63,23 @@ class Model:
 
     def warm_up(self) -> None:
         """One empty exchange, by which the backend's receive buffers become known and registered."""
-        x = torch.zeros(MIN_ROWS, self._arch.hidden)
-        nowhere = torch.full((MIN_ROWS, self._arch.top_k), -1)
+        x = self._device.zeros(MIN_ROWS, self._arch.hidden)
+        nowhere = self._device.zeros(MIN_ROWS, self._arch.top_k, dtype=torch.int64).fill_(HOLE)
         received = self._ep.dispatch(x, nowhere)
-        self._ep.combine(self._y, nowhere, torch.zeros(nowhere.shape), self._out[:MIN_ROWS])
-        self._buffers.add("ep.x", received.x)
-        self._buffers.add("ep.counts", received.counts)
+        self._ep.combine(
+            self._y, nowhere, self._device.zeros(*nowhere.shape, dtype=torch.float32), self._out[:MIN_ROWS]
+        )
+        if not self._device.is_gpu:
+            # on a GPU they belong to the graph that captures them
+            self._buffers.add("ep.x", received.x)
+            self._buffers.add("ep.counts", received.counts)
 
     def step(self, rows: int, nodes: Nodes) -> None:
         """Run rows `[:rows]` of the inputs; rows >= MIN_ROWS."""
         arch, inputs = self._arch, self.inputs[:, :rows]
         tokens, seqs, positions, routes = inputs[0], inputs[1], inputs[2], inputs[3, :, None]
         place = torch.add(positions, seqs, alpha=self._seq_stride)
-        bias = torch.zeros(rows, len(self._steps)).masked_fill_(self._steps > positions[:, None], float("-inf"))
+        bias = self._cos.new_zeros(rows, len(self._steps)).masked_fill_(self._steps > positions[:, None], float("-inf"))
         shared = Rows(
             seqs=seqs,
             cos=self._cos.index_select(0, positions),
@@ -88,14 +95,20 @@ class Model:
                 x = x + mlp(hidden, w.dense13, w.dense2)
             elif w.gate is not None:
                 x = x + self._moe(hidden, w.gate, self._moe_index[i], routes, nodes)
-        torch.mm(rms_norm(x, self._norm, arch.rms_eps), self._head, out=self.logits[:rows])
+        last, logits = rms_norm(x, self._norm, arch.rms_eps), self.logits[:rows]
+        if self._device.is_gpu:
+            # float32 from the accumulator: rounded to bfloat16, the best token would often be one of several
+            logits.copy_(torch.mm(last, self._head, out_dtype=torch.float32))
+        else:
+            torch.mm(last, self._head, out=logits)
 
     def _moe(self, x: torch.Tensor, gate: torch.Tensor, layer: int, routes: torch.Tensor, nodes: Nodes) -> torch.Tensor:
         weights, chosen = route(x, gate, self._arch)
         physical = self.routes.physical(layer, chosen, routes)
         received = nodes.external(self._ep.dispatch, x, physical)
-        longest = nodes.largest(received.counts)
-        rows = min(-(-max(longest, 1) // MIN_ROWS) * MIN_ROWS, received.x.shape[1])
+        rows = received.x.shape[1]
+        if not self._device.is_gpu:
+            rows = min(-(-max(nodes.largest(received.counts), 1) // MIN_ROWS) * MIN_ROWS, rows)
         w13, w2 = self._experts[layer]
         expert_mlps(received.x, w13, w2, self._y, rows)
         out = self._out[: x.shape[0]]

@@ -56,6 +56,20 @@ class PeerError(Retryable):
         self.what: PeerFailure = what
 
 
+class Memory(NamedTuple):
+    """Where one side of a transfer lies."""
+
+    kind: Literal["DRAM", "VRAM"] = "DRAM"
+    device: int = 0
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Memory":
+        return cls("VRAM", tensor.device.index or 0) if tensor.is_cuda else cls()
+
+
+HOST = Memory()
+
+
 class Copy(NamedTuple):
     """One contiguous piece of a transfer: addresses in the memory registered here and at the peer, and its length."""
 
@@ -203,9 +217,16 @@ class NixlAgent:
         self._finish(self.start("WRITE", peer, copies, notification), deadline_s, give_up)
 
     def start(
-        self, operation: Literal["READ", "WRITE"], peer: str, copies: Sequence[Copy], notification: bytes = b""
+        self,
+        operation: Literal["READ", "WRITE"],
+        peer: str,
+        copies: Sequence[Copy],
+        notification: bytes = b"",
+        *,
+        here: Memory = HOST,
+        there: Memory = HOST,
     ) -> Transfer:
-        """Begin a transfer. Within one host large pieces are copied before this returns; nothing here waits for the peer.
+        """Begin a transfer between one kind of memory here and one at the peer. Within one host large pieces are copied before this returns; nothing here waits for the peer.
 
         Raises PeerError("disconnect") for a dead or unknown peer; ElasticError where memory is not registered.
         """
@@ -214,8 +235,8 @@ class NixlAgent:
             if peer not in self._peers:
                 raise PeerError(peer, "disconnect", doing)
             agent = self._agent
-            local = agent.get_xfer_descs([(c.local, c.size, 0) for c in copies], "DRAM")
-            remote = agent.get_xfer_descs([(c.remote, c.size, 0) for c in copies], "DRAM")
+            local = agent.get_xfer_descs([(c.local, c.size, here.device) for c in copies], here.kind)
+            remote = agent.get_xfer_descs([(c.remote, c.size, there.device) for c in copies], there.kind)
             try:
                 handle = agent.initialize_xfer(operation, local, remote, peer, notification)
             except Exception as error:

@@ -18,7 +18,7 @@ from elastic.errors import ElasticError, NeedsReplan, Unreachable
 from elastic.placement.maps import Move
 from elastic.rank.architecture import Arena, ExpertBuffers
 from elastic.rank.comm.base import PeerFault, never
-from elastic.rank.nixl_agent import Copy, NixlAgent, PeerError, Transfer
+from elastic.rank.nixl_agent import HOST, Copy, Memory, NixlAgent, PeerError, Transfer
 from elastic.rank.published import WORD_BYTES, Published, expert_of, word_index
 from elastic.rank.staging import Stage, Staging
 
@@ -52,6 +52,8 @@ class _Endpoint(msgspec.Struct, frozen=True, array_like=True):
     dense: int
     w13: int
     w2: int
+    device: int
+    """GPU index in its process; -1: host memory."""
 
 
 class _Peer(NamedTuple):
@@ -80,11 +82,15 @@ class PeerWeights:
             w13=_bytes(experts.w13[0, 0]),
             w2=_bytes(experts.w2[0, 0]),
         )
+        self._here = Memory.of(arena.flat)
+        self._item = arena.flat.element_size()
         self._expert_bytes = self._layout.w13 + self._layout.w2
         self._batch = max(1, STAGE_BYTES // self._expert_bytes)
-        self._staging = Staging(self._agent, floats=self._batch * self._expert_bytes // 4, words=self._batch)
+        self._staging = Staging(
+            self._agent, like=arena.flat, numbers=self._batch * self._expert_bytes // self._item, words=self._batch
+        )
         # of their own: what is greeted may never answer, and its stage then stays set aside
-        self._greetings = Staging(self._agent, floats=1, words=1)
+        self._greetings = Staging(self._agent, like=arena.flat, numbers=1, words=1)
         self.endpoint = msgspec.msgpack.encode(
             _Endpoint(
                 agent=self._agent.metadata(),
@@ -93,6 +99,7 @@ class PeerWeights:
                 dense=arena.flat.data_ptr(),
                 w13=experts.w13.data_ptr(),
                 w2=experts.w2.data_ptr(),
+                device=self._here.device if self._here.kind == "VRAM" else -1,
             )
         )
         """What a peer needs for `connect`; fixed for the life of the process."""
@@ -186,7 +193,7 @@ class PeerWeights:
             for at in range(0, len(moves), self._batch):
                 batch = moves[at : at + self._batch]
                 yield self._start(slot, stage, self._words(slot, batch, stage.before))
-                yield self._start(slot, stage, self._weights(slot, batch, stage))
+                yield self._start(slot, stage, self._weights(slot, batch, stage), weights=True)
                 yield self._start(slot, stage, self._words(slot, batch, stage.after))
                 done += self._take(slot, stage, batch)
 
@@ -197,11 +204,11 @@ class PeerWeights:
             if int(stage.before[0]) != 1:
                 log.info("a peer has no dense weights yet", peer=slot)
                 return
-            for at in range(0, flat.numel(), stage.floats.numel()):
-                part = flat[at : at + stage.floats.numel()]
-                copy = Copy(stage.floats.data_ptr(), self._peers[slot].at.dense + 4 * at, _bytes(part))
-                yield self._start(slot, stage, [copy])
-                part.copy_(stage.floats[: part.numel()])
+            for at in range(0, flat.numel(), stage.numbers.numel()):
+                part = flat[at : at + stage.numbers.numel()]
+                copy = Copy(stage.numbers.data_ptr(), self._peers[slot].at.dense + self._item * at, _bytes(part))
+                yield self._start(slot, stage, [copy], weights=True)
+                part.copy_(stage.numbers[: part.numel()])
         whole.append(True)
 
     def _run(self, readers: Mapping[int, Reader], end: float, give_up: Callable[[], bool]) -> set[int]:
@@ -246,8 +253,11 @@ class PeerWeights:
                     resume(slot)
         return failed
 
-    def _start(self, slot: int, stage: Stage, copies: list[Copy]) -> Transfer:
-        transfer = self._agent.start("READ", self._peers[slot].name, copies)
+    def _start(self, slot: int, stage: Stage, copies: list[Copy], *, weights: bool = False) -> Transfer:
+        device = self._peers[slot].at.device
+        there = Memory("VRAM", device) if weights and device >= 0 else HOST
+        here = self._here if weights else HOST
+        transfer = self._agent.start("READ", self._peers[slot].name, copies, here=here, there=there)
         stage.watch(transfer)
         return transfer
 
@@ -259,14 +269,14 @@ class PeerWeights:
     def _take(self, slot: int, stage: Stage, batch: list[Move]) -> list[Move]:
         """Copy what is trustworthy from the stage to the expert buffers."""
         taken: list[Move] = []
-        split, floats = self._layout.w13 // 4, self._expert_bytes // 4
+        split, numbers = self._layout.w13 // self._item, self._expert_bytes // self._item
         for k, move in enumerate(batch):
             before, after = int(stage.before[k]), int(stage.after[k])
             if before != after or expert_of(before) != move.expert:
                 held = expert_of(after)
                 log.warning("a peer holds another expert than planned", peer=slot, move=str(move), held=held)
                 continue
-            flat = stage.floats[k * floats : (k + 1) * floats]
+            flat = stage.numbers[k * numbers : (k + 1) * numbers]
             w13, w2 = self._experts.w13[move.layer, move.index], self._experts.w2[move.layer, move.index]
             self._published.clear(move.layer, move.index)
             w13.view(-1).copy_(flat[:split])
@@ -288,7 +298,7 @@ class PeerWeights:
     def _weights(self, slot: int, batch: list[Move], stage: Stage) -> list[Copy]:
         at, layout, copies = self._peers[slot].at, self._layout, []
         for k, move in enumerate(batch):
-            to, row = stage.floats.data_ptr() + k * self._expert_bytes, move.layer * layout.width + move.source_index
+            to, row = stage.numbers.data_ptr() + k * self._expert_bytes, move.layer * layout.width + move.source_index
             copies.append(Copy(to, at.w13 + row * layout.w13, layout.w13))
             copies.append(Copy(to + layout.w13, at.w2 + row * layout.w2, layout.w2))
         return copies

@@ -7,6 +7,7 @@ import torch
 from elastic.errors import NeedsReplan
 from elastic.placement.maps import HOLE, Placement
 from elastic.rank.buffers import Buffers
+from elastic.rank.device import CPU, Device
 
 
 class RouteTable:
@@ -17,12 +18,14 @@ class RouteTable:
     computes never changes a result.
     """
 
-    def __init__(self, rank: int, layers: int, experts: int, max_tokens: int, buffers: Buffers) -> None:
+    def __init__(
+        self, rank: int, layers: int, experts: int, max_tokens: int, buffers: Buffers, device: Device = CPU
+    ) -> None:
         self.padding = max_tokens
         """The row index of a padding row."""
         shape = (layers, experts, max_tokens + 1)
         self._rank = rank
-        self._table = buffers.add("route.table", torch.full(shape, HOLE, dtype=torch.int64))
+        self._table = buffers.add("route.table", device.zeros(*shape, dtype=torch.int64).fill_(HOLE))
         self._layers = [self._table[layer].view(-1) for layer in range(layers)]
 
     def physical(self, layer: int, experts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,9 @@ from elastic.placement.maps import Placement
 from elastic.rank.architecture import Architecture, Arena, ExpertBuffers
 from elastic.rank.buffers import Buffers
 from elastic.rank.comm.base import EpBackend
-from elastic.rank.graphs import CpuStepGraph, StepGraphs
+from elastic.rank.cuda_graph import CudaStepGraph
+from elastic.rank.device import CPU, Device
+from elastic.rank.graphs import CpuStepGraph, StepGraph, StepGraphs
 from elastic.rank.model import Model
 from elastic.rank.scheduler import Batch
 
@@ -29,12 +31,21 @@ class Runner:
         experts: ExpertBuffers,
         ep: EpBackend,
         buffers: Buffers,
+        device: Device = CPU,
     ) -> None:
         self.vocab = arch.vocab
         self.buffers = buffers
         self._scratch = config.max_seqs
-        self._model = Model(config, arch, arena, experts, ep, buffers)
-        self.graphs = StepGraphs(config.capture_sizes, lambda rows: CpuStepGraph(rows, self._model.step, buffers))
+        self._device = device
+        self._model = Model(config, arch, arena, experts, ep, buffers, device)
+        pool = torch.cuda.graph_pool_handle() if device.is_gpu else None
+
+        def graph(rows: int) -> StepGraph:
+            if device.is_gpu:
+                return CudaStepGraph(rows, self._model.step, buffers, pool)
+            return CpuStepGraph(rows, self._model.step, buffers)
+
+        self.graphs = StepGraphs(config.capture_sizes, graph)
         """Has the counters: `captures`, `replays`, `address_changes`."""
 
     def capture(self) -> None:
@@ -70,7 +81,7 @@ class Runner:
             self._load(batch, size)
             self.graphs.replay(size)
             wanted = torch.tensor([sample.row for sample in batch.samples], dtype=torch.int64)
-            return self._model.logits.index_select(0, wanted)
+            return self._model.logits.index_select(0, self._device.to(wanted))
 
     def _load(self, batch: Batch, size: int) -> None:
         rows, padding = batch.rows, size - batch.rows

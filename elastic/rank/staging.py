@@ -14,13 +14,13 @@ from elastic.rank.nixl_agent import NixlAgent, Transfer
 
 
 class Stage:
-    """One buffer: floats for weights, and the source's words from before and after."""
+    """One buffer: numbers for weights, where weights live, and the source's words from before and after, on the host."""
 
-    def __init__(self, agent: NixlAgent, floats: int, words: int) -> None:
-        self.floats = torch.empty(floats, dtype=torch.float32)
+    def __init__(self, agent: NixlAgent, like: torch.Tensor, numbers: int, words: int) -> None:
+        self.numbers = torch.empty(numbers, dtype=like.dtype, device=like.device)
         self.before = torch.empty(words, dtype=torch.int64)
         self.after = torch.empty(words, dtype=torch.int64)
-        for tensor in (self.floats, self.before, self.after):
+        for tensor in (self.numbers, self.before, self.after):
             agent.register(tensor)
         self._transfers: list[Transfer] = []
 
@@ -35,8 +35,9 @@ class Stage:
 class Staging:
     """As many stages as were ever needed at once. Used by one thread."""
 
-    def __init__(self, agent: NixlAgent, *, floats: int, words: int) -> None:
-        self._agent, self._floats, self._words = agent, floats, words
+    def __init__(self, agent: NixlAgent, *, like: torch.Tensor, numbers: int, words: int) -> None:
+        """`like`: a tensor of the type and on the device of the weights."""
+        self._agent, self._like, self._numbers, self._words = agent, like, numbers, words
         self._idle: list[Stage] = []
 
     @contextmanager
@@ -44,7 +45,7 @@ class Staging:
         """A stage that nothing else writes to until the end of the block."""
         stage = next((stage for stage in self._idle if stage.settled), None)
         if stage is None:
-            stage = Stage(self._agent, self._floats, self._words)
+            stage = Stage(self._agent, self._like, self._numbers, self._words)
         else:
             self._idle.remove(stage)
         try:

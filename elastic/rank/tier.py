@@ -2,7 +2,7 @@
 
     python -m elastic.rank.tier build CHECKPOINT PATH
 
-File: a header page (magic, length, msgpack record, zeros), then float32: dense weights in the order of
+File: a header page (magic, length, msgpack record, zeros), then numbers of one type: dense weights in the order of
 `Architecture.dense_shapes`, then each expert of each layer as w13 and w2 in one piece. The file appears under its name only
 when it is whole.
 """
@@ -27,15 +27,18 @@ from elastic.rank.architecture import Architecture, read_architecture
 from elastic.rank.checkpoint import Checkpoint
 
 MAGIC = b"elastic-tier\0\0\0\0"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 4096
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 log = structlog.get_logger("elastic.tier")
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Numbers of float32 in the file; equal only for the same architecture."""
+    """Numbers in the file; equal only for the same architecture and type."""
 
+    dtype: str
+    """"float32" or "bfloat16"."""
     dense: int
     layers: int
     experts: int
@@ -43,8 +46,9 @@ class Layout(msgspec.Struct, frozen=True):
     w2: tuple[int, int]
 
     @classmethod
-    def of(cls, arch: Architecture) -> "Layout":
+    def of(cls, arch: Architecture, dtype: torch.dtype) -> "Layout":
         return cls(
+            dtype=str(dtype).removeprefix("torch."),
             dense=sum(torch.Size(shape).numel() for shape in arch.dense_shapes().values()),
             layers=len(arch.moe_layers),
             experts=arch.experts,
@@ -53,12 +57,16 @@ class Layout(msgspec.Struct, frozen=True):
         )
 
     @property
+    def type(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
     def expert(self) -> int:
         return self.w13[0] * self.w13[1] + self.w2[0] * self.w2[1]
 
     @property
     def file_bytes(self) -> int:
-        return HEADER_BYTES + 4 * (self.dense + self.layers * self.experts * self.expert)
+        return HEADER_BYTES + self.type.itemsize * (self.dense + self.layers * self.experts * self.expert)
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -88,29 +96,29 @@ class HostTier:
         self._layout = layout
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not writable.*")
-            floats = torch.frombuffer(memory, dtype=torch.float32, offset=HEADER_BYTES)
-        self._dense = floats[: layout.dense]
-        self._experts = floats[layout.dense :].view(layout.layers, layout.experts, layout.expert)
+            self.numbers = torch.frombuffer(memory, dtype=layout.type, offset=HEADER_BYTES)
+        self._dense = self.numbers[: layout.dense]
+        self._experts = self.numbers[layout.dense :].view(layout.layers, layout.experts, layout.expert)
 
     @classmethod
-    def open(cls, path: str | Path, arch: Architecture) -> "HostTier | None":
+    def open(cls, path: str | Path, arch: Architecture, dtype: torch.dtype = torch.float32) -> "HostTier | None":
         """Map the tier, or log why not and return None: a rank serves without it, from peers and disk."""
         try:
-            return cls.map(path, arch)
+            return cls.map(path, arch, dtype)
         except ElasticError as error:
             log.warning("the host tier is not used", path=str(path), why=str(error))
             return None
 
     @classmethod
-    def map(cls, path: str | Path, arch: Architecture) -> "HostTier":
+    def map(cls, path: str | Path, arch: Architecture, dtype: torch.dtype = torch.float32) -> "HostTier":
         """Map the tier. Raises ElasticError where it is absent, torn, or of another model or version."""
         path, advice = Path(path), "build it again with `python -m elastic.rank.tier build CHECKPOINT PATH`"
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 header = _read_header(file.read(HEADER_BYTES))
-                if header.layout != Layout.of(arch):
-                    raise ElasticError(f"host tier {path} is of another model; {advice}")
+                if header.layout != Layout.of(arch, dtype):
+                    raise ElasticError(f"host tier {path} is of another model or number type; {advice}")
                 if size != header.layout.file_bytes:
                     raise ElasticError(
                         f"host tier {path} is torn: {size} bytes of {header.layout.file_bytes}; {advice}"
@@ -132,7 +140,7 @@ class HostTier:
         return flat[:split].view(self._layout.w13), flat[split:].view(self._layout.w2)
 
 
-def build(checkpoint: str | Path, path: str | Path) -> Built:
+def build(checkpoint: str | Path, path: str | Path, dtype: torch.dtype = torch.float32) -> Built:
     """Make the tier of a checkpoint, unless it is there already. Safe to run twice at once: the second waits.
 
     Raises ElasticError for a checkpoint that lacks anything, or where the file does not fit. What ranks have mapped
@@ -141,11 +149,11 @@ def build(checkpoint: str | Path, path: str | Path) -> Built:
     began, path = time.monotonic(), Path(path)
     arch = read_architecture(checkpoint)
     source = Checkpoint(checkpoint, arch)
-    header = _Header(VERSION, source.fingerprint, Layout.of(arch))
+    header = _Header(VERSION, source.fingerprint, Layout.of(arch, dtype))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _part_file(path) as (part, descriptor):
-            new = not _is_there(path, arch, header.fingerprint)
+            new = not _is_there(path, arch, header)
             if new:
                 _write(descriptor, source, header)
                 part.replace(path)
@@ -157,9 +165,9 @@ def build(checkpoint: str | Path, path: str | Path) -> Built:
     return Built(str(path), header.layout.file_bytes, header.fingerprint, new, time.monotonic() - began)
 
 
-def _is_there(path: Path, arch: Architecture, fingerprint: str) -> bool:
+def _is_there(path: Path, arch: Architecture, header: _Header) -> bool:
     try:
-        return HostTier.map(path, arch).fingerprint == fingerprint
+        return HostTier.map(path, arch, header.layout.type).fingerprint == header.fingerprint
     except ElasticError:
         return False
 
@@ -170,7 +178,7 @@ def _write(descriptor: int, source: Checkpoint, header: _Header) -> None:
     # reserve it all first: a file system that fills up under a mapping ends the process with SIGBUS
     os.posix_fallocate(descriptor, 0, layout.file_bytes)
     memory = mmap.mmap(descriptor, layout.file_bytes)
-    _fill(torch.frombuffer(memory, dtype=torch.float32, offset=HEADER_BYTES), source, layout)
+    _fill(torch.frombuffer(memory, dtype=layout.type, offset=HEADER_BYTES), source, layout)
     body = msgspec.msgpack.encode(header)
     memory[: len(MAGIC) + 4 + len(body)] = MAGIC + len(body).to_bytes(4, "big") + body
     memory.flush()
@@ -178,13 +186,13 @@ def _write(descriptor: int, source: Checkpoint, header: _Header) -> None:
     os.fsync(descriptor)
 
 
-def _fill(floats: torch.Tensor, source: Checkpoint, layout: Layout) -> None:
+def _fill(numbers: torch.Tensor, source: Checkpoint, layout: Layout) -> None:
     at = 0
     for name, shape in source.arch.dense_shapes().items():
         size = torch.Size(shape).numel()
-        source.read(name, floats[at : at + size].view(shape))
+        source.read(name, numbers[at : at + size].view(shape))
         at += size
-    experts, split = floats[layout.dense :].view(layout.layers, layout.experts, -1), layout.w13[0] * layout.w13[1]
+    experts, split = numbers[layout.dense :].view(layout.layers, layout.experts, -1), layout.w13[0] * layout.w13[1]
     for layer in range(layout.layers):
         for expert in range(layout.experts):
             flat = experts[layer, expert]
@@ -240,10 +248,11 @@ def main() -> int:
     command = commands.add_parser("build", help="write PATH from CHECKPOINT, unless it is there already")
     command.add_argument("checkpoint")
     command.add_argument("path")
+    command.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     options = parser.parse_args()
     torch.set_num_threads(1)
     try:
-        print(msgspec.json.encode(build(options.checkpoint, options.path)).decode())
+        print(msgspec.json.encode(build(options.checkpoint, options.path, DTYPES[options.dtype])).decode())
     except ElasticError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -83,7 +83,8 @@ class Weights:
             if give_up():
                 raise NeedsReplan("loading experts was given up")
             self._load_local(move)
-        size, local = self._arch.expert_bytes, Source(len(rest), len(rest) * self._arch.expert_bytes)
+        size = self._arch.expert_weights * self._experts.w13.element_size()
+        local = Source(len(rest), len(rest) * size)
         return self._loaded(Source(len(done), len(done) * size), local, began)
 
     def load_dense(self, source_slot: int | None, *, deadline_s: float, give_up: Callable[[], bool] = never) -> Loaded:

@@ -106,13 +106,13 @@ def test_a_stopped_peer_is_a_timeout_and_its_late_bytes_are_announced(agent: Nix
 def test_memory_of_a_read_that_timed_out_is_lent_again_only_after_its_bytes_have_landed(
     agent: NixlAgent, source: Remote
 ) -> None:
-    staging = Staging(agent, floats=SIZE // 4, words=1)
+    staging = Staging(agent, like=torch.empty(0), numbers=SIZE // 4, words=1)
     metadata, address = source.answer()
     peer = agent.add_peer(metadata)
     with staging.lend() as first:
-        agent.read(peer, _eight_bytes(first.floats, address), deadline_s=WAIT_S)
+        agent.read(peer, _eight_bytes(first.numbers, address), deadline_s=WAIT_S)
         source.signal(signal.SIGSTOP)
-        transfer = agent.start("READ", peer, [Copy(first.floats.data_ptr(), address, SIZE)])
+        transfer = agent.start("READ", peer, [Copy(first.numbers.data_ptr(), address, SIZE)])
         first.watch(transfer)
     with staging.lend() as second:
         assert second is not first

@@ -108,7 +108,7 @@ def test_a_peer_gives_all_its_weights_byte_for_byte(
             rank.weights.connect({SOURCE: endpoint, 0: rank.weights.endpoint()}, deadline_s=WAIT_S)
         loaded = rank.weights.load_experts(_moves(2), deadline_s=WAIT_S)
         assert loaded.peer.tensors == 2 * WIDTH
-        assert loaded.peer.bytes == 2 * WIDTH * rank.arch.expert_bytes
+        assert loaded.peer.bytes == 2 * WIDTH * rank.arch.expert_weights * 4
         assert _counts(rank.weights.load_experts(_moves(2), deadline_s=WAIT_S)) == (0, 0, 0), "nothing is left to do"
         dense = rank.weights.load_dense(SOURCE, deadline_s=WAIT_S)
         assert (dense.peer.tensors, dense.peer.bytes) == (len(rank.arena.views), 4 * rank.arena.flat.numel())

@@ -31,9 +31,9 @@ class Received(NamedTuple):
     """What `dispatch` delivered to this rank's experts."""
 
     x: torch.Tensor
-    """[experts_per_rank, capacity * max_tokens, hidden]; fixed address; rows `[e, :counts[e]]` are valid."""
+    """[experts_per_rank, capacity * max_tokens, hidden]; address fixed for the process (CPU) or the graph (GPU); rows `[e, :counts[e]]` are valid."""
     counts: torch.Tensor
-    """[experts_per_rank] int32; fixed address."""
+    """[experts_per_rank] int32; address likewise."""
 
 
 class EpBackend(Protocol):
@@ -65,7 +65,8 @@ class EpBackend(Protocol):
         ...
 
     def disconnect(self, ranks: Collection[int]) -> None:
-        """Forget ranks, dead or alive, and free what was held for them. Only between steps."""
+        """Forget ranks, dead or alive, and free what was held for them. Like `connect` it may run while the loop steps, for
+        ranks that are masked."""
         ...
 
     def set_mask(self, rank: int, masked: bool) -> None:
@@ -74,6 +75,15 @@ class EpBackend(Protocol):
 
     def masks(self) -> tuple[int, ...]:
         """LIVE, MASKED or ABSENT for each slot; own rank LIVE."""
+        ...
+
+    def begin_step(self) -> None:
+        """The loop is about to run a step."""
+        ...
+
+    def end_step(self) -> None:
+        """The loop has run a step; returns when it has ended on the device, with `mask_generation` telling whether it
+        counts. Raises RuntimeError for a device error, which no step survives: the rank must end."""
         ...
 
     def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor) -> Received:

@@ -136,6 +136,12 @@ class CpuEpBackend:
     def masks(self) -> tuple[int, ...]:
         return tuple(self._masks)
 
+    def begin_step(self) -> None:
+        """Nothing to do: the calls of a step return when they have ended."""
+
+    def end_step(self) -> None:
+        """As `begin_step`."""
+
     def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor) -> Received:
         ids = self._checked(x, topk_idx)
         rows_in: Floats = x.detach().numpy()

@@ -6,6 +6,7 @@ from elastic.rank.comm.board import Board
 from elastic.rank.comm.cpu import CpuEpBackend
 from elastic.rank.comm.shm import ShmTransport
 from elastic.rank.comm.transport import Layout, Transport
+from elastic.rank.device import CPU, Device
 
 
 def open_backend(
@@ -19,11 +20,30 @@ def open_backend(
     top_k: int,
     timeout_s: float,
     group: str,
+    device: Device = CPU,
 ) -> tuple[EpBackend, RoundBoard]:
     """Called once in a rank's process. The two share one inbox, so the backend's `connect`, `disconnect`, `clean` and
     `close` hold for the board too. Raises ElasticError where this machine cannot run the backend."""
     layout = Layout(capacity, experts_per_rank, max_tokens, hidden, top_k)
     transport: Transport
+    if name == "nixl-ep":
+        from elastic.rank.comm.nixl_ep import NixlEpBackend
+
+        # the board alone: its records are never used
+        transport = ShmTransport(rank, Layout(capacity, 1, 1, 16, 1), group)
+        backend = NixlEpBackend(
+            device,
+            transport,
+            rank=rank,
+            capacity=capacity,
+            experts_per_rank=experts_per_rank,
+            max_tokens=max_tokens,
+            hidden=hidden,
+            top_k=top_k,
+            timeout_s=timeout_s,
+        )
+        backend.self_test()
+        return backend, Board(transport)
     if name == "nixl":
         # Only here: a group over shared memory starts without the 0.5 s that NIXL takes.
         from elastic.rank.comm.nixl import NixlTransport
