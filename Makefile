@@ -3,6 +3,8 @@
 #   make demo                                   form a group, kill a rank under traffic, show how it healed
 #   make test    PYTEST_ARGS="-k placement"     the tests
 #   make bench                                  20 faults measured, written to docs/results/bench-cpu.json
+#   make bench-placement VLLM_PYTHON=/a/venv/with/vllm/bin/python
+#                                               the placement planner beside DeepSeek's, written to docs/results/placement.md
 #   make lint    make clean
 #
 # Settings, for the run that makes .venv (after a change: make clean):
@@ -17,7 +19,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench bench-placement clean
 .NOTPARALLEL:
 
 help:
@@ -36,6 +38,9 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.embedded
 	@$(BIN)/python -m chaos.bench $(BENCH_ARGS)
+
+bench-placement: $(VENV)/.dev
+	@VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m elastic.placement.bench $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

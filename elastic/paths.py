@@ -38,6 +38,11 @@ def socket_path(run_dir: Path, slot: int, incarnation: int) -> str:
     return str(run_dir / f"rank-{slot}.{incarnation}.sock")
 
 
+def unnamed_socket(address: str) -> str:
+    """What a socket is called until its owner listens."""
+    return f"{address}~"
+
+
 def log_path(run_dir: Path, name: str) -> Path:
     return run_dir / "logs" / f"{name}.log"
 

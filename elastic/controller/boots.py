@@ -11,7 +11,7 @@ from elastic.controller.link import RankLink
 from elastic.controller.records import BootFailed, Event
 from elastic.errors import ElasticError, Retryable
 from elastic.launch.base import Launched, Launcher
-from elastic.paths import socket_path
+from elastic.paths import socket_path, unnamed_socket
 
 ATTEMPTS = 3
 """Launches of one slot without a successful join before it is quarantined."""
@@ -136,7 +136,9 @@ class Boots:
     def _drop(self, slot: int, incarnation: int, started: Launched | None) -> None:
         if started is not None:
             self._launcher.end(started)
-        Path(socket_path(self._config.root, slot, incarnation)).unlink(missing_ok=True)
+        address = socket_path(self._config.root, slot, incarnation)
+        for path in (address, unnamed_socket(address)):
+            Path(path).unlink(missing_ok=True)
         self._remember(slot, incarnation, None)
 
     def _count(self, slot: int, incarnation: int, why: str) -> None:

@@ -14,15 +14,14 @@ from elastic.controller.boots import Boots
 from elastic.controller.gateway import GatewayLink
 from elastic.controller.group import Group, Unresponsive
 from elastic.controller.link import RankLink
-from elastic.controller.records import BootFailed, Event, GroupStatus, RankBeat, RankGone, SlotState, SlotStatus
+from elastic.controller.records import BootFailed, Event, GroupStatus, RankBeat, RankGone
 from elastic.controller.sequences import Sequences
 from elastic.controller.state import ControllerLock, GroupState, launched, load_state, save_state
+from elastic.controller.status import group_status
 from elastic.errors import ElasticError, Infeasible, Retryable
 from elastic.launch.base import Launched, Launcher
 from elastic.launch.local import LocalLauncher
 from elastic.paths import config_path, socket_path, tier_path, write_json
-from elastic.placement import HOLE, losses_survivable
-from elastic.protocol import Counters
 from elastic.view import Member
 
 log = logging.getLogger(__name__)
@@ -143,23 +142,9 @@ class Executor:
             ) from None
 
     def status(self) -> GroupStatus:
-        group, recorder = self._group, self._sequences.recorder
-        running = self._running is not None and recorder is not None
-        view = group.view
-        return GroupStatus(
-            name=self.config.name,
-            epoch=group.epoch,
-            live=group.live,
-            target=self._target,
-            max_ranks=self.config.max_ranks,
-            sequence=f"{recorder.kind}: {recorder.phase_now}" if running and recorder else None,
-            placement_hash=view.hash if view else "",
-            uncovered=len(view.placement.uncovered(view.live)) if view else 0,
-            losses_survivable=losses_survivable(
-                experts=group.model.experts, slots_per_rank=self.config.slots_per_rank, live=len(group.live)
-            ),
-            slots=tuple(self._slot_status(s) for s in range(self.config.max_ranks)),
-        )
+        running, recorder = self._running is not None, self._sequences.recorder
+        sequence = f"{recorder.kind}: {recorder.phase_now}" if running and recorder else None
+        return group_status(self._group, self._boots, target=self._target, lost=self._lost, sequence=sequence)
 
     @property
     def gateway_http(self) -> str:
@@ -456,30 +441,3 @@ class Executor:
     def _is_settled(self) -> bool:
         group = self._group
         return self._running is None and not self._lost and not group.unsettled and group.live == self._target
-
-    def _slot_status(self, slot: int) -> SlotStatus:
-        group, boots, now = self._group, self._boots, time.monotonic()
-        link = group.links.get(slot) or boots.ready.get(slot)
-        state: SlotState = "empty"
-        if slot in self._lost:
-            state = "lost"
-        elif slot in group.live:
-            state = "live"
-        elif slot in boots.ready:
-            state = "ready"
-        elif slot in boots.booting:
-            state = "booting"
-        elif slot in boots.quarantined:
-            state = "quarantined"
-        held = group.view.placement.of_rank(slot) if group.view else ()
-        return SlotStatus(
-            slot=slot,
-            state=state,
-            member=link.member if link else None,
-            last_beat_age_s=now - link.beat_at if link else None,
-            round=link.beat.round if link and link.beat else 0,
-            waiting=link.beat.waiting if link and link.beat else 0,
-            running=link.beat.running if link and link.beat else 0,
-            counters=link.counters if link else Counters(),
-            experts=sum(1 for row in held for e in row if e != HOLE),
-        )

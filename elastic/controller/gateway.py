@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_S = 2.0
 POLL_S = 0.02
-WATCH_S = 0.5
+WATCH_S, WATCH_MAX_S = 0.5, 8.0
+"""Between two looks at the gateway; doubled each time that one could not be started."""
 
 
 class GatewayLink:
@@ -124,14 +125,14 @@ class GatewayLink:
         await channel.call(Routes(id=channel.next_id(), epoch=epoch, routes=routes), GatewayStatus, deadline_s=ANSWER_S)
 
     async def _keep(self) -> None:
-        said = ""
+        said, pause_s = "", WATCH_S
         while True:
             if self._channel is None or self._channel.closed:
                 try:
                     await self._ensure(self._config.prepare_deadline_s)
-                    said = ""
+                    said, pause_s = "", WATCH_S
                 except (ElasticError, OSError) as error:
                     if str(error) != said:
                         log.error("no gateway: %s", error)
-                    said = str(error)
-            await asyncio.sleep(WATCH_S)
+                    said, pause_s = str(error), min(2 * pause_s, WATCH_MAX_S)
+            await asyncio.sleep(pause_s)

@@ -219,7 +219,9 @@ class Ledger:
         entry.state = State.WAITING
         entry.barren += lost and entry.taken
         if entry.barren >= BARREN_LIMIT:
-            what = f"the request lost {entry.barren} ranks in a row that had taken it and gave no token, {rank} the last"
+            what = (
+                f"the request lost {entry.barren} ranks in a row that had taken it and gave no token, {rank} the last"
+            )
             self.fail(request, Failure(Reason.BARREN, what))
         return entry
 

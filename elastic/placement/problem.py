@@ -103,7 +103,7 @@ class Goals:
     protect_moves: int = 0
     """Most moves per layer that only make a later loss cheaper (a second copy in place of a third)."""
     replicas: int | None = None
-    """Replicas per layer up to which holes are filled; None: all holes that a replica fits in."""
+    """Replicas per layer up to which holes are filled, never fewer than experts; None: all holes that a replica fits in."""
     fault_cost: float = 3.0
     """What giving up a second copy counts as, in moves, when steps for balance are compared."""
 

@@ -102,7 +102,7 @@ def _improvement(
         goals.tolerance,
         goals.worth,
         goals.fault_cost,
-        _UNLIMITED if goals.replicas is None else goals.replicas,
+        _UNLIMITED if goals.replicas is None else max(goals.replicas, problem.experts),
         most,
         goals.protect_moves,
         target,

@@ -16,6 +16,7 @@ from elastic import process
 from elastic.channel import read_frame
 from elastic.config import GroupConfig
 from elastic.errors import ElasticError, Unreachable
+from elastic.paths import unnamed_socket
 from elastic.protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -107,7 +108,7 @@ class Agent:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         # it gets its name when it listens: whoever finds it can connect
-        unnamed = f"{self._address}~"
+        unnamed = unnamed_socket(self._address)
         server = await asyncio.start_unix_server(self._connected, unnamed)
         os.rename(unnamed, self._address)
         self._listening.set()

@@ -12,7 +12,12 @@ import pytest
 from elastic import process
 from elastic.client import random_prompts
 from elastic.controller import executor as executor_module
+from elastic.controller.executor import Executor
+from elastic.controller.state import GatewayProcess
+from elastic.errors import ElasticError
+from elastic.launch.base import Launched
 from elastic.launch.local import LocalLauncher
+from elastic.paths import gateway_path, read_json
 from tests.controller.test_executor import VOCAB, Owner, checkpoint, group, run_dir, until
 
 __all__ = ["checkpoint", "run_dir"]
@@ -182,3 +187,33 @@ async def test_a_move_to_other_slots_altogether_takes_nobody_away_before_the_oth
         await executor.settled(deadline_s=20)
         assert await owner.answers(prompts) == want
         assert {r.outcome for r in owner.reports} == {"committed"}
+
+
+async def test_ranks_are_healed_while_no_gateway_can_be_started(checkpoint: Path, run_dir: Path) -> None:
+    class Launcher(LocalLauncher):
+        broken = True
+
+        def launch_gateway(self) -> Launched:
+            if self.broken:
+                raise ElasticError("the port is taken")
+            return super().launch_gateway()
+
+    async with group(checkpoint, run_dir) as owner:
+        prompts = random_prompts(4, VOCAB, seed=13)
+        want = await owner.answers(prompts)
+        await owner.executor.close()
+        gateway = read_json(gateway_path(run_dir), GatewayProcess)
+        assert process.send_signal(gateway.pid, gateway.pid_start, signal.SIGKILL)
+        await until(lambda: not process.is_alive(gateway.pid, gateway.pid_start), 5)
+        launcher = Launcher(owner.executor.config)
+        owner.executor = Executor(owner.executor.config, owner.on_event, launcher)
+        assert "nothing to do" in await owner.executor.start()
+        pid = owner.member(1).pid
+        owner.signal(1, signal.SIGKILL)
+        await until(lambda: any(r.kind == "loss" for r in owner.reports), 10)
+        await owner.executor.settled(deadline_s=30)
+        assert owner.member(1).pid != pid
+        launcher.broken = False
+        await until(lambda: owner.executor.gateway_http not in ("", gateway.http), 20)
+        await until(lambda: gateway_path(run_dir).exists(), 5)
+        assert await owner.answers(prompts) == want

@@ -313,7 +313,7 @@ def test_a_refilled_slot_takes_nothing_from_its_dead_predecessor() -> None:
     stale = np.where(system.owner == 2, placed, covered)
     back = solve(problem(system, load, live=range(4), current=stale, present=[0, 1, 3]))
     assert (back.start[:, system.owner == 2] == HOLE).all()
-    assert all(move.source_slot in (0, 1, 3) for move in back.moves())
+    assert all(move.source_slot in (0, 1, 3) for move in back.moves() if move.slot == 2)
     assert (back.target[:, system.owner == 2] != HOLE).all()
 
 
