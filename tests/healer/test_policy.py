@@ -91,8 +91,7 @@ def test_all_errors_are_reported_at_once_and_in_order() -> None:
         ),
         (
             "  detection: {stallAfter: 400ms}\n",
-            "p.yaml:13:27: spec.detection.stallAfter: 400ms is too short, "
-            "expected at least 5 x heartbeatInterval = 1s",
+            "p.yaml:13:27: spec.detection.stallAfter: 400ms is too short, expected at least 5 x heartbeatInterval = 1s",
         ),
         (
             "  detection: {silentAfter: 1500ms}\n",
