@@ -1,5 +1,6 @@
 """Where a group keeps its files: sockets, logs, configuration and state, all below `run_dir`."""
 
+import hashlib
 import os
 from pathlib import Path
 from typing import TypeVar
@@ -51,7 +52,9 @@ def tier_path(run_dir: Path) -> Path:
     """The host-memory tier: in shared memory where the host has it, named after the run directory."""
     shm = Path("/dev/shm")
     base = shm if shm.is_dir() and os.access(shm, os.W_OK) else run_dir
-    return base / f"elastic-tier-{str(run_dir.absolute()).strip('/').replace('/', '-')[-100:]}"
+    path = str(run_dir.absolute())
+    digest = hashlib.blake2b(path.encode(), digest_size=4).hexdigest()
+    return base / f"elastic-tier-{path.strip('/').replace('/', '-')[-100:]}-{digest}"
 
 
 def write_json(path: Path, value: object) -> None:

@@ -20,8 +20,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from elastic.errors import ElasticError, Infeasible
+from healer.diagnosis import Health
 from healer.incidents import summarise
 from healer.journal import Kind
+from healer.status import unheld
 from healer.supervisor import Supervisor
 
 MAX_BODY_BYTES = 64 << 10
@@ -115,7 +117,11 @@ class _Api:
     async def healthz(self, _: Request) -> Response:
         """200 while the daemon works and the group serves; 503 until it does."""
         status = self._supervisor.status()
-        serves = status.state in ("ok", "degraded") and bool(status.group.live)
+        # every live rank takes part in every step: one that is known to be dead holds all of them up
+        sick = any(v.health == Health.UNHEALTHY for v in status.verdicts)
+        group = status.group
+        whole = bool(group.live) and not sick and not unheld(group) and not group.gateway
+        serves = status.state in ("ok", "degraded") and whole
         return JsonResponse({"state": status.state, "why": status.why}, 200 if serves else 503)
 
     async def livez(self, _: Request) -> Response:

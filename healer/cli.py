@@ -146,7 +146,15 @@ def stop(
     run_dir: RunDirOption = None,
     deadline: Annotated[float, typer.Option(help="Seconds to wait at most.", min=0.0)] = 60.0,
 ) -> None:
-    """End serving and the daemon."""
+    """End serving and the daemon; without a daemon, what a former one left running."""
+    folder = _run_dir(policy, run_dir)
+    from healer.daemon import read_address
+
+    if read_address(folder) is None and (folder / "config.json").exists():
+        from elastic.controller.executor import end_group
+
+        typer.echo(f"no daemon runs here; ended {end_group(folder)} processes that one had left serving")
+        return
     client = _client(policy, run_dir)
     client.post("/stop", {})
     end = time.monotonic() + deadline

@@ -68,7 +68,7 @@ def embedded(policy: Policy, on_event: Callable[[Event], None]) -> Target:
     # the executor is the largest part; commands that do not run it need not load it
     from healer.targets.embedded import EmbeddedTarget
 
-    return EmbeddedTarget(policy.group(), on_event)
+    return EmbeddedTarget(policy.group(), on_event, observe_only=policy.spec.dry_run)
 
 
 def run(policy: Policy, make_target: TargetMaker = embedded) -> None:

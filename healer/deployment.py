@@ -73,6 +73,10 @@ class Deployment:
         if detection:
             self._spec["detection"] = dict(detection)
 
+    def change(self, **spec: Any) -> None:
+        """Change keys of `spec` in the policy of daemons that are started from now on."""
+        self._spec |= spec
+
     def write_policy(self) -> None:
         text = {"apiVersion": "healer/v1", "kind": "Policy", "metadata": {"name": "local"}, "spec": self._spec}
         self.policy.write_text(json.dumps(text, indent=1))  # JSON is YAML

@@ -53,6 +53,11 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     journal: JournalStatus
 
 
+def unheld(group: GroupStatus) -> list[int]:
+    """Live slots without a process: nobody was allowed to go on without them."""
+    return [s.slot for s in group.slots if s.state == "live" and s.member is None]
+
+
 def trouble(group: GroupStatus, verdicts: Collection[Verdict], incident: str, journal_error: str) -> str:
     """What keeps a started daemon from "ok"; empty when nothing does."""
     problems = [f"incident {incident} is open"] if incident else []
@@ -60,6 +65,9 @@ def trouble(group: GroupStatus, verdicts: Collection[Verdict], incident: str, jo
         problems.append(f"{len(group.live)} of {len(group.target)} ranks are live")
     if group.uncovered:
         problems.append(f"{group.uncovered} experts have no live copy")
+    problems += [f"slot {slot} is in the view, but no process holds it" for slot in unheld(group)]
+    if group.gateway:
+        problems.append(group.gateway)
     problems += [v.sentence for v in verdicts if v.health != Health.HEALTHY]
     if journal_error:
         problems.append(f"the journal cannot be written: {journal_error}")

@@ -124,7 +124,7 @@ class Supervisor:
     async def _finish(self, *, stop: bool) -> None:
         if self._checkpoint is not None:
             await asyncio.wait([self._checkpoint], timeout=CLOSE_DEADLINE_S)
-        outcome = "serving was stopped" if stop else "serving goes on"
+        outcome = "serving was stopped" if stop else "serving goes on" if self._started else "nothing was started"
         try:
             async with asyncio.timeout(STOP_DEADLINE_S if stop else CLOSE_DEADLINE_S):
                 await (self._target.stop() if stop else self._target.close())

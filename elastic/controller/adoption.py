@@ -44,17 +44,22 @@ def used_incarnations(config: GroupConfig) -> dict[int, int]:
 
 
 async def find_members(
-    config: GroupConfig, state: GroupState | None, launcher: Launcher, on_event: Callable[[Event], None]
+    config: GroupConfig,
+    state: GroupState | None,
+    launcher: Launcher,
+    on_event: Callable[[Event], None],
+    observe_only: bool,
 ) -> dict[int, list[RankLink]]:
     """Connect to every rank that answers, by the sockets in the run directory; usually one a slot. Processes of this
     group that do not answer are ended: half-booted, stopped, or of a slot that was given up. Sockets of the dead are
-    removed."""
+    removed. With `observe_only` nothing is ended or removed."""
 
     async def ask(path: Path, slot: int, incarnation: int) -> RankLink | None:
         try:
             return await RankLink.open(slot, incarnation, str(path), config.name, on_event, deadline_s=ANSWER_S)
         except ElasticError:
-            path.unlink(missing_ok=True)
+            if not observe_only:
+                path.unlink(missing_ok=True)
             return None
 
     sockets = [(path, m) for path in config.root.glob("rank-*.sock") if (m := _SOCKET.fullmatch(path.name))]
@@ -66,7 +71,7 @@ async def find_members(
     keep = {link.member.pid for link in links if link is not None} | {gateway_pid(config)}
     known = [Launched(m.pid, m.pid_start) for m in state.members] if state else []
     for stray in {*launcher.strays(), *known}:
-        if stray.pid not in keep:
+        if stray.pid not in keep and not observe_only:
             launcher.end(stray)
     return found
 

@@ -21,7 +21,7 @@ from elastic.controller.status import group_status
 from elastic.errors import ElasticError, Infeasible, Retryable
 from elastic.launch.base import Launched, Launcher
 from elastic.launch.local import LocalLauncher
-from elastic.paths import config_path, socket_path, tier_path, write_json
+from elastic.paths import config_path, read_config, socket_path, tier_path, write_json
 from elastic.view import Member
 
 log = logging.getLogger(__name__)
@@ -70,10 +70,12 @@ class Executor:
 
     # --- the owner's side -----------------------------------------------------------------------------------------
 
-    async def start(self) -> str:
+    async def start(self, *, observe_only: bool = False) -> str:
         """Adopt the group that runs in `config.run_dir`, else form it (launch, load, first commit). Also starts the
         gateway where none runs. Returns a sentence: what was found, what was done. Raises ElasticError (bad checkpoint,
-        ranks that die at start, another controller holds the group); nothing is left running by a failed form."""
+        ranks that die at start, another controller holds the group); nothing is left running by a failed form.
+
+        With `observe_only` a running group is adopted as it is: what died meanwhile, or was left half done, stays so."""
         self.config.validate(self._group.model)
         self.config.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock.acquire()
@@ -83,10 +85,10 @@ class Executor:
             if state is not None:
                 self._incarnations |= state.incarnations
                 self._group.epoch = state.epoch
-            found = await find_members(self.config, state, self._launcher, self._event)
+            found = await find_members(self.config, state, self._launcher, self._event, observe_only)
             if found:
                 refuse_other_shape(self.config)
-                return await self._adopt(found, state)
+                return await self._adopt(found, state, observe_only)
             return await self._form()
         except BaseException:
             self._lock.release()
@@ -144,7 +146,14 @@ class Executor:
     def status(self) -> GroupStatus:
         running, recorder = self._running is not None, self._sequences.recorder
         sequence = f"{recorder.kind}: {recorder.phase_now}" if running and recorder else None
-        return group_status(self._group, self._boots, target=self._target, lost=self._lost, sequence=sequence)
+        return group_status(
+            self._group,
+            self._boots,
+            target=self._target,
+            lost=self._lost,
+            sequence=sequence,
+            gateway=self._gateway.trouble,
+        )
 
     @property
     def gateway_http(self) -> str:
@@ -208,13 +217,14 @@ class Executor:
             raise
         return f"formed a group of {len(self._target)} ranks on slots {list(self._target)}"
 
-    async def _adopt(self, found: dict[int, list[RankLink]], state: GroupState | None) -> str:
+    async def _adopt(self, found: dict[int, list[RankLink]], state: GroupState | None, observe_only: bool) -> str:
         group = self._group
         links, view, strays = view_of(found)
         for link in strays:
             await link.aclose()
-            self._launcher.end(launched(link.member))
-            Path(link.member.address).unlink(missing_ok=True)
+            if not observe_only:
+                self._launcher.end(launched(link.member))
+                Path(link.member.address).unlink(missing_ok=True)
         top = [link.status.epoch for links_ in found.values() for link in links_]
         group.epoch = max([group.epoch, *top])
         for slot, link in links.items():
@@ -230,19 +240,19 @@ class Executor:
             link.status.phase != "serving" or (view is not None and link.status.view != view)
             for link in group.links.values()
         )
-        group.unsettled = unsettled
+        group.unsettled = unsettled and not observe_only
         self._target = (
             state.target if state and state.target else tuple(sorted(serving)) or tuple(range(self.config.ranks))
         )
         self._formed = True
-        now = time.monotonic()
-        for slot in missing:
-            self._lost[slot] = ("died while no controller watched", now)
         await self._gateway.adopt()
-        await self._take_gateway_epoch()
-        await self._gateway.route(group.epoch, self._sequences.routes())
-        self._begin()
-        self._save()
+        if not observe_only:
+            now = time.monotonic()
+            self._lost |= dict.fromkeys(missing, ("died while no controller watched", now))
+            await self._take_gateway_epoch()
+            await self._gateway.route(group.epoch, self._sequences.routes())
+            self._begin()
+            self._save()
         if not missing and not unsettled:
             return f"adopted the running group: slots {sorted(serving)} at epoch {group.epoch}, nothing to do"
         return (
@@ -441,3 +451,19 @@ class Executor:
     def _is_settled(self) -> bool:
         group = self._group
         return self._running is None and not self._lost and not group.unsettled and group.live == self._target
+
+
+def end_group(run_dir: Path) -> int:
+    """End gateway and ranks of a group that no controller holds, and remove what they leave. Returns how many processes
+    there were. Raises ElasticError where no group ever ran, or a controller holds it."""
+    config = read_config(config_path(run_dir))
+    lock = ControllerLock(config)
+    lock.acquire()
+    launcher = LocalLauncher(config)
+    found = launcher.strays()
+    for process_ in found:
+        launcher.end(process_)
+    for left in [*run_dir.glob("rank-*.sock*"), run_dir / "gateway.json", run_dir / "gateway.sock", tier_path(run_dir)]:
+        left.unlink(missing_ok=True)
+    lock.release()
+    return len(found)

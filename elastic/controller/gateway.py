@@ -22,6 +22,8 @@ ANSWER_S = 2.0
 POLL_S = 0.02
 WATCH_S, WATCH_MAX_S = 0.5, 8.0
 """Between two looks at the gateway; doubled each time that one could not be started."""
+MISSES = 5
+"""Questions in a row that a gateway may leave unanswered before it is replaced, and its clients must ask again."""
 
 
 class GatewayLink:
@@ -29,6 +31,8 @@ class GatewayLink:
 
     def __init__(self, config: GroupConfig, launcher: Launcher) -> None:
         self.process: GatewayProcess | None = None
+        self.trouble = ""
+        """Why clients cannot be served; empty while it answers."""
         self._config, self._launcher = config, launcher
         self._channel: Channel | None = None
         self._routes: tuple[int, tuple[Route, ...]] | None = None
@@ -125,14 +129,26 @@ class GatewayLink:
         await channel.call(Routes(id=channel.next_id(), epoch=epoch, routes=routes), GatewayStatus, deadline_s=ANSWER_S)
 
     async def _keep(self) -> None:
-        said, pause_s = "", WATCH_S
+        said, pause_s, misses = "", WATCH_S, 0
         while True:
             if self._channel is None or self._channel.closed:
                 try:
                     await self._ensure(self._config.prepare_deadline_s)
-                    said, pause_s = "", WATCH_S
+                    if said or self.trouble:
+                        log.warning("the gateway runs again")
+                    said, pause_s, self.trouble = "", WATCH_S, ""
                 except (ElasticError, OSError) as error:
+                    self.trouble = f"no gateway: {error}"
                     if str(error) != said:
-                        log.error("no gateway: %s", error)
+                        log.error("%s", self.trouble)
                     said, pause_s = str(error), min(2 * pause_s, WATCH_MAX_S)
+            elif await self.status() is not None:
+                misses, self.trouble = 0, ""
+            elif not self._channel.closed:
+                misses += 1
+                self.trouble = f"the gateway has not answered for {misses * ANSWER_S:g} s"
+                if misses >= MISSES and self.process is not None:
+                    log.error("%s; it is replaced", self.trouble)
+                    self._launcher.end(Launched(self.process.pid, self.process.pid_start))
+                    misses = 0
             await asyncio.sleep(pause_s)

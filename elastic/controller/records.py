@@ -134,3 +134,5 @@ class GroupStatus(msgspec.Struct, frozen=True):
     losses_survivable: int
     """How many more ranks, whichever they are, can be lost with a slot left for every expert."""
     slots: tuple[SlotStatus, ...]
+    gateway: str = ""
+    """Why clients are not served although the ranks may be: no gateway, or one that does not answer; empty: it answers."""

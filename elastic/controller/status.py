@@ -11,9 +11,10 @@ from elastic.protocol import Counters
 
 
 def group_status(
-    group: Group, boots: Boots, *, target: tuple[int, ...], lost: Collection[int], sequence: str | None
+    group: Group, boots: Boots, *, target: tuple[int, ...], lost: Collection[int], sequence: str | None, gateway: str
 ) -> GroupStatus:
-    """`lost`: given up, and still in the view. `sequence`: what runs, and its phase."""
+    """`lost`: given up, and still in the view. `sequence`: what runs, and its phase.
+    `gateway`: what is wrong with it."""
     config, view = group.config, group.view
     return GroupStatus(
         name=config.name,
@@ -28,6 +29,7 @@ def group_status(
             experts=group.model.experts, slots_per_rank=config.slots_per_rank, live=len(group.live)
         ),
         slots=tuple(_slot_status(s, group, boots, lost) for s in range(config.max_ranks)),
+        gateway=gateway,
     )
 
 

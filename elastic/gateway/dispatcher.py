@@ -206,7 +206,10 @@ class Dispatcher:
         for request in self.ledger.held_by(link.rank):
             if link.channel is not None and (entry := self.ledger.get(request)) is not None:
                 link.channel.send(Cancel(request=request, attempt=entry.attempt))
-        self._move(self.ledger.held_by(link.rank), "handover", lost=False)
+        # a rank that leaves by plan is asked to drain first; one that vanishes was lost, and this news was faster than its
+        # socket
+        lost = link.route.admit
+        self._move(self.ledger.held_by(link.rank), "lost" if lost else "handover", lost=lost)
         if link.task is not None:
             link.task.cancel()
 

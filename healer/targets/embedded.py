@@ -11,12 +11,19 @@ class EmbeddedTarget:
     """`healer.targets.Target` over `Executor`."""
 
     def __init__(
-        self, config: GroupConfig, on_event: Callable[[Event], None], executor: type[Executor] = Executor
+        self,
+        config: GroupConfig,
+        on_event: Callable[[Event], None],
+        executor: type[Executor] = Executor,
+        *,
+        observe_only: bool = False,
     ) -> None:
+        """With `observe_only` (a dry run) a group that runs is adopted as it is."""
+        self._observe_only = observe_only
         self._executor = executor(config, on_event)
 
     async def start(self) -> str:
-        return await self._executor.start()
+        return await self._executor.start(observe_only=self._observe_only)
 
     def observe(self) -> GroupStatus:
         return self._executor.status()

@@ -2,6 +2,9 @@
 
 import asyncio
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -149,3 +152,37 @@ async def test_the_daemon_ends_on_sigterm_and_leaves_serving_alone(
     deployment.spawn()
     await deployment.settled()
     assert members(deployment) == processes
+
+
+async def test_a_group_without_a_daemon_can_be_stopped(deployment: Deployment) -> None:
+    await deployment.start()
+    deployment.kill_daemon()
+    command = [sys.executable, "-m", "healer.cli", "stop", "--run-dir", str(deployment.run_dir)]
+    ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert "ended 5 processes" in ended.stdout
+    await eventually(lambda: nothing_left(deployment), "no process is left", 10)
+
+
+async def test_a_dry_run_that_starts_beside_a_crippled_group_touches_nothing(checkpoint: Path) -> None:
+    deployment = Deployment(checkpoint)
+    try:
+        await deployment.start()
+        deployment.kill_daemon()
+        processes = members(deployment)
+        send(deployment, [1], signal.SIGKILL)
+        deployment.change(dryRun=True)
+        deployment.spawn()
+
+        async def seen() -> bool | None:
+            status = await deployment.get("/status")
+            return True if status["dry_run"] and status["state"] == "degraded" else None
+
+        await eventually(seen, "the dry run sees that something is wrong", 30)
+        assert {s: m.pid for s, m in members(deployment).items()} == {s: m.pid for s, m in processes.items()}
+    finally:
+        deployment.end()
+
+
+async def nothing_left(deployment: Deployment) -> bool | None:
+    return True if not deployment.processes() else None

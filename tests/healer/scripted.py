@@ -53,7 +53,7 @@ class ScriptedExecutor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._epoch = 0
 
-    async def start(self) -> str:
+    async def start(self, *, observe_only: bool = False) -> str:
         if self.start_error:
             raise ElasticError(self.start_error)
         self._target = tuple(range(self.config.ranks))
