@@ -18,7 +18,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 LOSS = ["detect", "decide", "release", "park", "cover", "commit", "resume"]
-REFILL = ["refill: boot", "refill: load", "refill: capture", "refill: park", "refill: commit", "refill: resume"]
+REFILL = [f"refill: {step}" for step in ("boot", "load", "capture", "connect", "park", "commit", "resume")]
 
 
 class Demo:
@@ -107,7 +107,8 @@ def assert_whole(report: dict[str, Any]) -> None:
     for earlier, later in (*itertools.pairwise(LOSS[:3]), ("park", "commit"), ("commit", "resume")):
         assert steps[earlier]["at_s"] <= steps[later]["at_s"]
     moments = [
-        steps[name]["at_s"] for name in ("resume", "refill: boot", "refill: load", "refill: park", "refill: commit")
+        steps[name]["at_s"]
+        for name in ("resume", "refill: boot", "refill: load", "refill: connect", "refill: park", "refill: commit")
     ]
     assert moments == sorted(moments)
     assert all(step["took_s"] >= 0 for step in steps.values())
