@@ -112,7 +112,11 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        hint = "; choose another with --port, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""
+        hint = (
+            "; choose another with --port (in a policy: spec.target.gateway.port), or 0 for a free one"
+            if error.errno == errno.EADDRINUSE
+            else ""
+        )
         raise ElasticError(f"cannot listen on {host}:{port}: {error.strerror or error}{hint}") from error
     return listener
 
