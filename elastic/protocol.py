@@ -128,6 +128,9 @@ class Source(msgspec.Struct, frozen=True):
     tensors: int = 0
     bytes: int = 0
 
+    def __add__(self, other: "Source") -> "Source":
+        return Source(self.tensors + other.tensors, self.bytes + other.bytes)
+
 
 class Loaded(msgspec.Struct, frozen=True):
     """What a load moved and from where: peer memory, the host-memory tier, the checkpoint on disk."""
@@ -136,6 +139,11 @@ class Loaded(msgspec.Struct, frozen=True):
     host: Source = Source()
     disk: Source = Source()
     seconds: float = 0.0
+
+    def __add__(self, other: "Loaded") -> "Loaded":
+        return Loaded(
+            self.peer + other.peer, self.host + other.host, self.disk + other.disk, self.seconds + other.seconds
+        )
 
 
 class Counters(msgspec.Struct, frozen=True):

@@ -5,16 +5,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from elastic.controller.records import Event, Outcome, Phase, PhaseBegan, SequenceEnded, SequenceKind, SequenceReport
-from elastic.protocol import Loaded, Source
-
-
-def add_loaded(a: Loaded, b: Loaded) -> Loaded:
-    """The sum of two loads of one rank."""
-
-    def both(x: Source, y: Source) -> Source:
-        return Source(x.tensors + y.tensors, x.bytes + y.bytes)
-
-    return Loaded(both(a.peer, b.peer), both(a.host, b.host), both(a.disk, b.disk), a.seconds + b.seconds)
+from elastic.protocol import Loaded
 
 
 class Recorder:
@@ -53,7 +44,7 @@ class Recorder:
 
     def loaded(self, slot: int, loaded: Loaded) -> None:
         if loaded.peer.tensors or loaded.host.tensors or loaded.disk.tensors:
-            self._loaded[slot] = add_loaded(self._loaded.get(slot, Loaded()), loaded)
+            self._loaded[slot] = self._loaded.get(slot, Loaded()) + loaded
 
     def end(self, outcome: Outcome, reason: str, live: Collection[int]) -> None:
         if self._ended:

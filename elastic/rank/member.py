@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from elastic.config import GroupConfig
 from elastic.errors import ElasticError, NeedsReplan
 from elastic.placement import HOLE
-from elastic.protocol import Commit, Committed, Link, Loaded, Peer, Prepare, Prepared, Source
+from elastic.protocol import Commit, Committed, Link, Peer, Prepare, Prepared
 from elastic.rank.comm.base import EpBackend, RoundBoard
 from elastic.rank.engine import Engine
 from elastic.rank.gate import Gate, Phase
@@ -58,7 +58,7 @@ class Membership:
         if order.dense_from is not None:
             source = None if order.dense_from < 0 else order.dense_from
             dense = self._weights.load_dense(source, deadline_s=left(), give_up=overtaken)
-            loaded = add(loaded, dense)
+            loaded = loaded + dense
         if order.capture:
             capture_s = self._capture(left())
         return Prepared(
@@ -161,12 +161,3 @@ class Membership:
                     raise ElasticError(
                         f"slot {self._slot} layer {layer} buffer {index} holds expert {held}, the view wants {want}"
                     )
-
-
-def add(a: Loaded, b: Loaded) -> Loaded:
-    """The sum of two loads."""
-
-    def both(x: Source, y: Source) -> Source:
-        return Source(x.tensors + y.tensors, x.bytes + y.bytes)
-
-    return Loaded(both(a.peer, b.peer), both(a.host, b.host), both(a.disk, b.disk), a.seconds + b.seconds)
