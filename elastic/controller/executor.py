@@ -161,13 +161,15 @@ class Executor:
 
     async def close(self) -> None:
         """Let go: ranks and gateway go on serving. What a sequence that is cut off had stopped is set going first."""
+        acted = self._loop is not None
         await self._end_loop()
         for _ in range(CLOSE_ATTEMPTS):
             if (sequence := self._repair()) is None:
                 break
             await self._run(sequence)
-        # those who were asked to leave, and did not come to it, work on
-        await self._gateway.route(self._group.epoch, self._sequences.routes())
+        if acted:
+            # those who were asked to leave, and did not come to it, work on
+            await self._gateway.route(self._group.epoch, self._sequences.routes())
         await self._boots.close()
         for link in self._group.links.values():
             await link.aclose()
@@ -245,7 +247,7 @@ class Executor:
             state.target if state and state.target else tuple(sorted(serving)) or tuple(range(self.config.ranks))
         )
         self._formed = True
-        await self._gateway.adopt()
+        await self._gateway.adopt(observe_only=observe_only)
         if not observe_only:
             now = time.monotonic()
             self._lost |= dict.fromkeys(missing, ("died while no controller watched", now))
