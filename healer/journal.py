@@ -1,13 +1,14 @@
 """The journal: an append-only record of evidence, verdicts, decisions, actions and outcomes, in SQLite.
 
 Intent before effect: what led to an action, and the action, are flushed before it is handed over. That flush is one
-prepared statement in one transaction without a wait for the disk (WAL, synchronous=NORMAL), and check-pointing, which does
-wait, happens in `checkpoint`, off the loop and away from the hot path.
+prepared statement in one transaction without a wait for the disk: from then on the death of the daemon loses nothing.
+`harden` and `checkpoint`, which do wait, run in a thread, off the hot path.
 
 A journal that cannot be written never stops healing: entries stay in memory, in order, and are written with the next flush.
 """
 
 import contextlib
+import os
 import sqlite3
 import time
 from collections import deque
@@ -20,8 +21,9 @@ import msgspec
 
 from elastic.errors import ElasticError
 from healer.clock import Clock
+from healer.retention import Retention, prune
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_PENDING = 10_000
 BUSY_S = 0.02
 """Nobody but a daemon writes; whoever else locks the file must not hold up a healing."""
@@ -37,6 +39,10 @@ CREATE TABLE entries (
 ) STRICT;
 CREATE INDEX by_incident ON entries (incident, seq) WHERE incident != '';
 CREATE INDEX by_kind ON entries (kind, seq);
+"""
+_SINCE_2 = """
+CREATE INDEX loose ON entries (seq) WHERE incident = '';
+CREATE TABLE requests (id TEXT NOT NULL UNIQUE, digest TEXT NOT NULL, status INTEGER NOT NULL, answer TEXT NOT NULL) STRICT;
 """
 _INSERT = "INSERT INTO entries (seq, wall, monotonic, kind, incident, body) VALUES (?, ?, ?, ?, ?, ?)"
 _COLUMNS = "seq, wall, monotonic, kind, incident, body"
@@ -60,6 +66,15 @@ class Entry(msgspec.Struct, frozen=True):
     incident: str
     """Empty: part of none."""
     body: dict[str, Any]
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """To a control call."""
+
+    digest: str
+    """Of the call: the same id with another call is a mistake of the caller."""
+    status: int
+    text: str
 
 
 class Journal:
@@ -130,6 +145,41 @@ class Journal:
             contextlib.closing(sqlite3.connect(self.path, timeout=BUSY_S)) as other,
         ):
             other.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+    def harden(self) -> None:
+        """Have the disk keep what was flushed, as far as it can be told: against a loss of power, since a process's death
+        loses nothing. Waits for the disk; for a thread of its own, after the survivors have been released."""
+        with contextlib.suppress(OSError):
+            fd = os.open(f"{self.path}-wal", os.O_RDONLY)
+            try:
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+
+    def prune(self, retention: Retention, open_incident: str) -> bool:
+        """Forget one batch of what is too old. True: there may be more of it."""
+        try:
+            deleted = prune(self._connection, retention, open_incident)
+        except sqlite3.Error as error:
+            self.error = str(error)
+            return False
+        self._written -= deleted
+        return deleted > 0
+
+    def answered(self, request: str) -> Answer | None:
+        """What was answered to a control call of this id; None: it is new."""
+        row = self._connection.execute(
+            "SELECT digest, status, answer FROM requests WHERE id = ?", (request,)
+        ).fetchone()
+        return Answer(*row) if row else None
+
+    def answer(self, request: str, answer: Answer) -> None:
+        """Remember it. The first answer to an id stays."""
+        with contextlib.suppress(sqlite3.Error):
+            row = (request, answer.digest, answer.status, answer.text)
+            self._connection.execute(
+                "INSERT OR IGNORE INTO requests (id, digest, status, answer) VALUES (?, ?, ?, ?)", row
+            )
 
     @property
     def entries(self) -> int:
@@ -213,20 +263,35 @@ def _connect(path: Path) -> sqlite3.Connection:
                 f"{path}: the journal has schema {version}, this version knows {SCHEMA_VERSION}; "
                 "use the newer version, or move the file away"
             )
+        if version == 0:
+            # can be set only before the first table
+            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
         connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=NORMAL")
         connection.execute("PRAGMA wal_autocheckpoint=0")
         connection.execute("PRAGMA cache_size=-512")
-        if version == 0:
-            connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
             raise sqlite3.DatabaseError(str(verdict))
+        _migrate(connection, version)
+        # NORMAL still waits for the disk in the first write after a checkpoint, which is often the first of an incident.
+        # What a loss of power may cost is bounded by `harden`; the file itself is safe, since `checkpoint`, with a
+        # connection of its own, syncs the log before the file and the file before the log is used again.
+        connection.execute("PRAGMA synchronous=OFF")
         connection.execute("SELECT max(seq) FROM entries").fetchone()
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _migrate(connection: sqlite3.Connection, version: int) -> None:
+    """From any older schema to this one, in one transaction: a daemon that dies within leaves the old one."""
+    if version < SCHEMA_VERSION:
+        steps = (_SCHEMA if version < 1 else "") + _SINCE_2
+        connection.executescript(f"BEGIN IMMEDIATE; {steps} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+    if version == 1:
+        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+        connection.execute("VACUUM")
 
 
 def _set_aside(path: Path, wall: float) -> Path:

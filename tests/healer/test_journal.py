@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from elastic.errors import ElasticError
-from healer.journal import Journal, Kind, open_readonly, recent, timeline
+from healer.journal import Answer, Journal, Kind, open_readonly, recent, timeline
+from healer.retention import Retention
 from tests.healer.support import FakeClock
 
 
@@ -157,3 +158,106 @@ def test_check_pointing_keeps_the_write_ahead_log_short(path: Path) -> None:
     assert 0 < journal.wal_bytes <= before
     assert journal.entries == 501
     journal.close()
+
+
+def test_a_journal_that_runs_for_ever_keeps_its_size_and_the_newest(path: Path) -> None:
+    journal, keep = Journal.open(path, FakeClock()), Retention(incidents=5, entries=200)
+    sizes = []
+    for n in range(200):
+        incident = f"inc-{n}"
+        for kind in (Kind.VERDICT, Kind.DECISION, Kind.ACTION, Kind.OUTCOME):
+            journal.add(kind, {"n": n, "text": "x" * 200}, incident)
+        for _ in range(20):
+            journal.add(Kind.EVIDENCE, {"n": n, "text": "x" * 200})
+        journal.flush()
+        while journal.prune(keep, ""):
+            pass
+        journal.checkpoint()
+        sizes.append(path.stat().st_size)
+    assert max(sizes[50:]) <= 1.2 * sizes[50]
+    assert journal.entries == 220
+    assert [e.body["n"] for e in journal.recent(Kind.ACTION, 100)] == [199, 198, 197, 196, 195]
+    assert len(journal.timeline("inc-199")) == 4
+    journal.close()
+    reopened = Journal.open(path, FakeClock())
+    assert reopened.entries == 220
+    reopened.close()
+
+
+def test_an_open_incident_is_remembered_whole_however_many_came_after_it(path: Path) -> None:
+    journal, keep = Journal.open(path, FakeClock()), Retention(incidents=2, entries=0)
+    journal.add(Kind.DECISION, {"n": "open"}, "inc-1")
+    for n in range(2, 9):
+        journal.add(Kind.DECISION, {"n": n}, f"inc-{n}")
+    journal.flush()
+    while journal.prune(keep, "inc-1"):
+        pass
+    assert {e.incident for e in journal.incidents(100)} == {"inc-1", "inc-7", "inc-8"}
+    journal.close()
+
+
+def test_a_journal_of_the_first_version_is_taken_over_with_all_its_entries(path: Path) -> None:
+    old = sqlite3.connect(path)
+    old.executescript(
+        "CREATE TABLE entries (seq INTEGER PRIMARY KEY, wall REAL NOT NULL, monotonic REAL NOT NULL, kind TEXT NOT NULL,"
+        " incident TEXT NOT NULL, body TEXT NOT NULL) STRICT;"
+        "CREATE INDEX by_incident ON entries (incident, seq) WHERE incident != '';"
+        "CREATE INDEX by_kind ON entries (kind, seq);"
+        "INSERT INTO entries VALUES (7, 1.0, 1.0, 'decision', 'inc-3', '{\"n\": 1}');"
+        "PRAGMA user_version=1;"
+    )
+    old.close()
+    journal = Journal.open(path, FakeClock())
+    assert journal.set_aside is None
+    assert [e.body["n"] for e in journal.timeline("inc-3")] == [1]
+    assert journal.add(Kind.ACTION, {}) == 8
+    assert journal.flush()
+    assert not journal.prune(Retention(), "")
+    journal.close()
+
+
+def test_the_answer_to_a_control_call_is_remembered_across_a_restart(path: Path) -> None:
+    journal = Journal.open(path, FakeClock())
+    assert journal.answered("id-1") is None
+    journal.answer("id-1", Answer("digest", 202, "{}"))
+    journal.answer("id-1", Answer("digest", 500, "late"))
+    journal.close()
+    journal = Journal.open(path, FakeClock())
+    assert journal.answered("id-1") == Answer("digest", 202, "{}")
+    journal.close()
+
+
+def test_a_slow_disk_does_not_hold_up_a_flush(path: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from healer.clock import SystemClock\n"
+        "from healer.journal import Journal, Kind\n"
+        "journal = Journal.open(Path(sys.argv[1]), SystemClock())\n"
+        "began = time.monotonic()\n"
+        "for n in range(50): journal.add(Kind.ACTION, {'n': n}); assert journal.flush()\n"
+        "print(time.monotonic() - began)\n"
+        "journal.harden()\n"
+        "print(time.monotonic() - began)\n"
+        "import os; os._exit(0)\n"
+    )
+    library = path.parent / "slow.so"
+    source = path.parent / "slow.c"
+    source.write_text(
+        "#define _GNU_SOURCE\n#include <unistd.h>\nint fsync(int fd) { sleep(1); return 0; }\n"
+        "int fdatasync(int fd) { sleep(1); return 0; }\n"
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    Journal.open(path, FakeClock()).close()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"LD_PRELOAD": str(library)},
+    )
+    flushed, hardened = map(float, done.stdout.split())
+    assert flushed < hardened
+    assert hardened - flushed >= 1.0, "the disk was as slow as meant"
+    assert flushed < 1.0, "no flush waited for it"
