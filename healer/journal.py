@@ -43,6 +43,17 @@ CREATE INDEX by_kind ON entries (kind, seq);
 _SINCE_2 = """
 CREATE INDEX loose ON entries (seq) WHERE incident = '';
 CREATE TABLE requests (id TEXT NOT NULL UNIQUE, digest TEXT NOT NULL, status INTEGER NOT NULL, answer TEXT NOT NULL) STRICT;
+CREATE TABLE outbox (
+    id INTEGER PRIMARY KEY,
+    wall REAL NOT NULL,
+    receiver TEXT NOT NULL,
+    notice TEXT NOT NULL,
+    state TEXT NOT NULL,
+    attempts INTEGER NOT NULL,
+    due_wall REAL NOT NULL,
+    error TEXT NOT NULL
+) STRICT;
+CREATE INDEX waiting ON outbox (receiver, id) WHERE state = 'waiting';
 """
 _INSERT = "INSERT INTO entries (seq, wall, monotonic, kind, incident, body) VALUES (?, ?, ?, ?, ?, ?)"
 _COLUMNS = "seq, wall, monotonic, kind, incident, body"
