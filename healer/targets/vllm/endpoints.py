@@ -1,0 +1,240 @@
+"""One rank's API server, asked over HTTP: every call has a deadline and a bound on what it reads, and ends in a record or in
+one of two errors. An answer is never taken for more than it proves: 200 with another shape than the contract's is no answer.
+"""
+
+import asyncio
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from elastic.errors import ElasticError, Retryable
+
+MAX_ANSWER_BYTES = 8 << 20
+"""The metrics of a large deployment take some hundred kB."""
+SHOWN_CHARS = 200
+
+T = TypeVar("T")
+
+
+class BadAnswer(ElasticError):
+    """The server answered, and not as vLLM 0.33 does."""
+
+
+class Phase(StrEnum):
+    IDLE = "idle"
+    PREPARING = "preparing"
+    COMMITTING = "committing"
+    FAILED = "failed"
+    COMPLETED = "completed"
+
+
+class Scaling(msgspec.Struct, frozen=True):
+    """Of POST /is_scaling_elastic_ep. With internal load balancing the prepare phase reads as idle."""
+
+    is_scaling_elastic_ep: bool
+    phase: Phase = Phase.IDLE
+    epoch: str | None = None
+    error: str | None = None
+    requested_data_parallel_size: int | None = None
+
+
+class EngineStatus(StrEnum):
+    HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+    DEAD = "dead"
+
+
+class Engine(msgspec.Struct, frozen=True):
+    id: int
+    status: EngineStatus
+    fault_info: str = ""
+    last_ft_request_id: str | None = None
+    ft_error: str | None = None
+    """Of the last instruction; stays when the engine is healthy again."""
+
+
+class FaultStatus(msgspec.Struct, frozen=True):
+    """Of GET /fault_tolerance/status: the client's memory, no proof of life."""
+
+    schema_version: int
+    total_engines: int
+    engines: tuple[Engine, ...]
+
+
+class Gate(StrEnum):
+    """Whether the server lets requests in, from the status of GET /v1/models and the words of a 503."""
+
+    OPEN = "open"
+    SCALING = "scaling"
+    RETIRED = "retired"
+    SHUT = "shut"
+    """503 for another reason."""
+
+
+class Completion(msgspec.Struct, frozen=True):
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str | None
+
+
+class _Choice(msgspec.Struct):
+    text: str
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _Choices(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class Endpoints:
+    """Of one API server. Made in the event loop; `aclose` it."""
+
+    def __init__(self, base: str, *, api_key: str = "", transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self.base = base
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # no proxy from the environment, and no CA bundle, which takes 15 ms to load: these are our own servers
+        self._client = httpx.AsyncClient(
+            base_url=base, headers=headers, trust_env=False, verify=base.startswith("https"), transport=transport
+        )
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def health(self, *, deadline_s: float) -> bool:
+        """The server's own opinion: false for a dead engine. True through hangs and faults, and after retirement.
+
+        Raises Retryable where nothing answers in time."""
+        status, _ = await self._call("GET", "/health", None, deadline_s)
+        return status == 200
+
+    async def gate(self, *, deadline_s: float) -> Gate:
+        """Raises as `health`."""
+        status, body = await self._call("GET", "/v1/models", None, deadline_s)
+        if status != 503:
+            # 401 too: the gate is asked before the key
+            return Gate.OPEN
+        if b"retired" in body:
+            return Gate.RETIRED
+        return Gate.SCALING if b"scaling" in body else Gate.SHUT
+
+    async def scaling(self, *, deadline_s: float) -> Scaling:
+        """Raises Retryable, BadAnswer."""
+        return await self._read("POST", "/is_scaling_elastic_ep", None, Scaling, deadline_s)
+
+    async def scale(self, size: int, *, deadline_s: float) -> str:
+        """Ask for a size and wait to the end of its commit, which may take minutes. Returns the server's sentence.
+
+        Raises ElasticError with its words when it refused or failed, Retryable when it gave no answer in time: then
+        nobody knows, and `scaling` must be asked. Never to be sent while a rank is not known to be alive: it would wait
+        for that rank with its gate shut, and never open it again."""
+        if isinstance(size, bool) or size < 1:
+            raise ValueError(f"size {size!r}")  # vLLM takes true for 1
+        status, body = await self._call("POST", "/scale_elastic_ep", {"new_data_parallel_size": size}, deadline_s)
+        if status == 200:
+            return _message(body)
+        raise ElasticError(f"{self.base}: scale to {size} was refused with status {status}: {_message(body)}")
+
+    async def fault_status(self, *, deadline_s: float) -> FaultStatus | None:
+        """None: fault tolerance is off. Raises Retryable, BadAnswer."""
+        status, body = await self._call("GET", "/fault_tolerance/status", None, deadline_s)
+        if status == 404:
+            return None
+        return self._decode("/fault_tolerance/status", status, body, FaultStatus)
+
+    async def retry(self, *, deadline_s: float) -> None:
+        """Queue the instruction `retry`; whether it worked, only a served request shows. Raises ElasticError, Retryable."""
+        content = {"instruction": "retry", "params": {}}
+        status, body = await self._call("POST", "/fault_tolerance/apply", content, deadline_s)
+        if status != 202:
+            raise ElasticError(f"{self.base}: retry was refused with status {status}: {_message(body)}")
+
+    async def reset_prefix_cache(self, *, deadline_s: float) -> bool:
+        """False: blocks are still held, or the developer mode is off. Raises Retryable."""
+        status, body = await self._call("POST", "/reset_prefix_cache", None, deadline_s)
+        if status != 200:
+            return False
+        try:
+            answer = msgspec.json.decode(body) if body else {}
+        except msgspec.MsgspecError:
+            return False
+        return not isinstance(answer, dict) or answer.get("success", True) is True
+
+    async def metrics(self, *, deadline_s: float) -> str:
+        """Prometheus text. Raises Retryable, BadAnswer (503 during a commit)."""
+        status, body = await self._call("GET", "/metrics", None, deadline_s)
+        if status != 200:
+            raise BadAnswer(f"{self.base}/metrics: status {status}")
+        return body.decode(errors="replace")
+
+    async def version(self, *, deadline_s: float) -> str:
+        """Raises Retryable, BadAnswer."""
+        found = await self._read("GET", "/version", None, dict[str, str], deadline_s)
+        return found.get("version", "")
+
+    async def canary(self, model: str, prompt: tuple[int, ...], tokens: int, *, deadline_s: float) -> Completion:
+        """Generate greedily from token ids. Proves that the engine computes; compare with what it gave when it was sound.
+
+        Raises Retryable where nothing came in time, BadAnswer for an error, an abort, or fewer tokens than asked for."""
+        content = {
+            "model": model,
+            "prompt": list(prompt),
+            "max_tokens": tokens,
+            "min_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        found = await self._read("POST", "/v1/completions", content, _Choices, deadline_s)
+        if not found.choices:
+            raise BadAnswer(f"{self.base}/v1/completions: no choice in the answer")
+        choice = found.choices[0]
+        got = tuple(choice.token_ids or ())
+        if choice.finish_reason != "length" or (choice.token_ids is not None and len(got) != tokens):
+            raise BadAnswer(
+                f"{self.base}/v1/completions: {len(got)} of {tokens} tokens, finish_reason {choice.finish_reason!r}"
+            )
+        return Completion(choice.text, got, choice.finish_reason)
+
+    async def _read(self, method: str, path: str, content: Any, kind: type[T], deadline_s: float) -> T:
+        status, body = await self._call(method, path, content, deadline_s)
+        return self._decode(path, status, body, kind)
+
+    def _decode(self, path: str, status: int, body: bytes, kind: type[T]) -> T:
+        if status != 200:
+            raise BadAnswer(f"{self.base}{path}: status {status}: {_message(body)}")
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise BadAnswer(f"{self.base}{path}: not what vLLM 0.33 answers: {error}") from None
+
+    async def _call(self, method: str, path: str, content: Any, deadline_s: float) -> tuple[int, bytes]:
+        """The whole call within the deadline, however slowly the bytes come."""
+        body = bytearray()
+        try:
+            async with (
+                asyncio.timeout(deadline_s),
+                self._client.stream(method, path, json=content, timeout=deadline_s) as answer,
+            ):
+                async for chunk in answer.aiter_bytes():
+                    body += chunk
+                    if len(body) > MAX_ANSWER_BYTES:
+                        raise BadAnswer(f"{self.base}{path}: the answer is longer than {MAX_ANSWER_BYTES} bytes")
+                return answer.status_code, bytes(body)
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, TimeoutError) as error:
+            what = str(error) or type(error).__name__
+            raise Retryable(f"{self.base}{path}: no answer within {deadline_s:g} s: {what[:SHOWN_CHARS]}") from None
+
+
+def _message(body: bytes) -> str:
+    """The words in vLLM's envelopes, `{"error": {"message": …}}`, `{"error": …}` and `{"message": …}`; else the text."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return body[:SHOWN_CHARS].decode(errors="replace")
+    if isinstance(found, dict):
+        error = found.get("error", found.get("message", found))
+        found = error.get("message", error) if isinstance(error, dict) else error
+    return str(found)[:SHOWN_CHARS]
