@@ -39,9 +39,19 @@ def socket_path(run_dir: Path, slot: int, incarnation: int) -> str:
     return str(run_dir / f"rank-{slot}.{incarnation}.sock")
 
 
+def spare_socket(run_dir: Path, number: int) -> str:
+    """Of a process that stands by to become a rank."""
+    return str(run_dir / f"spare-{number}.sock")
+
+
 def unnamed_socket(address: str) -> str:
     """What a socket is called until its owner listens."""
     return f"{address}~"
+
+
+def fault_path(run_dir: Path, slot: int, incarnation: int) -> Path:
+    """The name of the fault that a rank is asked to commit; see `elastic.rank.faults`."""
+    return run_dir / f"fault-{slot}.{incarnation}"
 
 
 def log_path(run_dir: Path, name: str) -> Path:

@@ -1,4 +1,5 @@
-"""A rank process: `python -m elastic.rank --run-dir DIR --slot N --incarnation N`.
+"""A rank process: `python -m elastic.rank --run-dir DIR --slot N --incarnation N`, or, with `--spare N` instead, one that
+waits to become a rank.
 
 The group's configuration is `DIR/config.json`. A failure at start ends in one line `error: …` on stderr and exit code 1.
 """
@@ -14,17 +15,25 @@ from elastic.paths import config_path, read_config, socket_path
 def main() -> int:
     parser = argparse.ArgumentParser(prog="elastic.rank")
     parser.add_argument("--run-dir", required=True)
-    parser.add_argument("--slot", type=int, required=True)
-    parser.add_argument("--incarnation", type=int, required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--slot", type=int)
+    what.add_argument("--spare", type=int, metavar="N", help="wait to become a rank")
+    parser.add_argument("--incarnation", type=int, default=1)
     options = parser.parse_args()
     try:
         config = read_config(config_path(Path(options.run_dir)))
-        if not 0 <= options.slot < config.max_ranks:
+        if options.slot is not None and not 0 <= options.slot < config.max_ranks:
             raise ElasticError(f"--slot {options.slot} is outside 0..{config.max_ranks - 1}")
         # torch is imported here, so that a wrong argument costs no seconds
-        from elastic.rank.boot import serve
+        if options.spare is not None:
+            from elastic.rank.spare import stand_by
 
-        serve(config, options.slot, options.incarnation, socket_path(config.root, options.slot, options.incarnation))
+            stand_by(config, options.spare)
+        else:
+            from elastic.rank.boot import prepare, serve
+
+            address = socket_path(config.root, options.slot, options.incarnation)
+            serve(prepare(config, options.slot), options.slot, options.incarnation, address)
     except ElasticError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1

@@ -6,6 +6,7 @@ carried out in the socket's thread, at once; loading and connecting go to the wo
 """
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from elastic import process
 from elastic.channel import read_frame
 from elastic.config import GroupConfig
 from elastic.errors import ElasticError, Unreachable
+from elastic.fence import Controllers
 from elastic.paths import unnamed_socket
 from elastic.protocol import (
     PROTOCOL_VERSION,
@@ -42,12 +44,16 @@ from elastic.protocol import (
     Resume,
     Resumed,
     Status,
+    Steps,
+    StepsTaken,
     StopAt,
     Submit,
     encode,
 )
+from elastic.rank.address import Address
 from elastic.rank.comm.base import EpBackend
 from elastic.rank.engine import Engine
+from elastic.rank.fatal import end_if_device_error, essential
 from elastic.rank.gate import Gate, Phase
 from elastic.rank.member import Membership
 from elastic.rank.weights import Weights
@@ -74,25 +80,41 @@ class Agent:
         weights: Weights,
         membership: Membership,
         clock: Callable[[], float] = time.monotonic,
+        boot_s: dict[str, float] | None = None,
     ) -> None:
+        self._boot_s = boot_s or {}
         self._config, self._slot, self._incarnation, self._address = config, slot, incarnation, address
         self._lifeline = lifeline
         self._gate, self._engine, self._ep, self._weights = gate, engine, ep, weights
         self._membership, self._clock = membership, clock
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
-        self._controllers: set[_Connection] = set()
+        self._controllers = Controllers()
         self._gateways: set[_Connection] = set()
         self._owner: dict[tuple[str, int], _Connection] = {}
         self._load = Load(waiting=-1, running=-1, max_seqs=config.max_seqs)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._serving: asyncio.Task[None] | None = None
         self._listening = threading.Event()
 
     # --- called by the main thread --------------------------------------------------------------------------------
 
     def start(self, deadline_s: float = 10.0) -> None:
-        threading.Thread(target=lambda: asyncio.run(self._serve()), name="agent", daemon=True).start()
+        self._listening.clear()
+        self._thread = threading.Thread(target=essential("agent", self._run), name="agent", daemon=True)
+        self._thread.start()
         if not self._listening.wait(deadline_s):
             raise ElasticError(f"{self._address}: the agent's socket could not be opened")
+
+    def close(self) -> None:
+        """End thread and socket, when nobody is connected; `start` opens them again."""
+        if self._loop is not None and self._serving is not None:
+            self._loop.call_soon_threadsafe(self._serving.cancel)
+            self._thread.join()
+
+    @property
+    def watched(self) -> bool:
+        """Whether a controller is connected."""
+        return bool(self._controllers)
 
     def emit(self, messages: Sequence[Emitted | Rejected]) -> None:
         """Hand a committed step's tokens to the gateway that asked for them."""
@@ -105,16 +127,23 @@ class Agent:
 
     # --- the agent's thread ---------------------------------------------------------------------------------------
 
+    def _run(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(self._serve())
+
     async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._serving = asyncio.get_running_loop(), asyncio.current_task()
         # it gets its name when it listens: whoever finds it can connect
         unnamed = unnamed_socket(self._address)
         server = await asyncio.start_unix_server(self._connected, unnamed)
         os.rename(unnamed, self._address)
         self._listening.set()
-        async with server, asyncio.TaskGroup() as tasks:
-            tasks.create_task(server.serve_forever())
-            tasks.create_task(self._beat())
+        try:
+            async with server, asyncio.TaskGroup() as tasks:
+                tasks.create_task(server.serve_forever())
+                tasks.create_task(self._beat())
+        finally:
+            self._loop = None
 
     async def _beat(self) -> None:
         while True:
@@ -147,9 +176,12 @@ class Agent:
             if not isinstance(hello, Hello) or hello.version != PROTOCOL_VERSION or hello.group != self._config.name:
                 print(f"agent: refused a connection that began with {type(hello).__name__}", flush=True)
                 return
-            (self._controllers if hello.role == "controller" else self._gateways).add(writer)
             if hello.role != "controller":
+                self._gateways.add(writer)
                 writer.write(encode(self._load))
+            elif why := self._controllers.admit(hello, writer):
+                print(f"agent: refused a controller: {why}", flush=True)
+                return
             while True:
                 message = await read_frame(reader)
                 if isinstance(message, Submit | Cancel):
@@ -204,18 +236,26 @@ class Agent:
         self._send_controllers(message)
         # behind the first step, which it would hold up: NIXL EP takes connections down with Python's lock held
         tidying = asyncio.get_running_loop().run_in_executor(self._worker, self._membership.tidy)
-        tidying.add_done_callback(lambda done: done.exception())
+        tidying.add_done_callback(lambda done: _outcome_of(done, "disconnecting"))
 
     def _send_controllers(self, message: AnyMessage) -> None:
-        for writer in self._controllers:
+        for writer in self._controllers.writers():
             if writer.transport.get_write_buffer_size() < UNREAD_BYTES:
                 writer.write(encode(message))
 
     # --- commands -------------------------------------------------------------------------------------------------
 
     async def _answer(self, message: AnyMessage, writer: _Connection) -> None:
+        if writer not in self._controllers:
+            # it was superseded after this message had been read, or is no controller
+            print(f"agent: ignored {type(message).__name__} of who may not give it", flush=True)
+            return
         if isinstance(message, Query):
             writer.write(encode(self.status(message.id)))
+            return
+        if isinstance(message, Steps):
+            ends, took_s = self._engine.steps.since(message.since)
+            writer.write(encode(StepsTaken(id=message.id, ends=ends, took_s=took_s)))
             return
         if not isinstance(message, Prepare | Link | StopAt | Abort | Commit | Resume | Leave):
             print(f"agent: ignored {type(message).__name__}", flush=True)
@@ -224,16 +264,19 @@ class Agent:
             why = f"epoch {message.epoch} is older than {self._gate.epoch}"
             writer.write(encode(Refused(id=message.id, epoch=self._gate.epoch, why=why)))
             return
+        failure: Exception | None = None
         try:
             answer = await self._carry_out(message)
         except Unreachable as error:
-            answer = Failed(id=message.id, why=str(error), unreachable=error.slots)
+            answer, failure = Failed(id=message.id, why=str(error), unreachable=error.slots), error
         except ElasticError as error:
-            answer = Failed(id=message.id, why=str(error))
+            answer, failure = Failed(id=message.id, why=str(error)), error
         except Exception as error:
             # the rank cannot say what state a bug left it in; the controller decides, with the words in hand
-            answer = Failed(id=message.id, why=f"{type(error).__name__}: {error}")
+            answer, failure = Failed(id=message.id, why=f"{type(error).__name__}: {error}"), error
         writer.write(encode(answer))
+        if failure is not None:
+            end_if_device_error(failure, type(message).__name__)
         if isinstance(message, Leave):
             await writer.drain()
             self._gate.leave()
@@ -248,7 +291,7 @@ class Agent:
                 await linking
             else:
                 # its outcome is told to whoever waits with the same order; nobody else awaits it
-                linking.add_done_callback(lambda done: done.exception())
+                linking.add_done_callback(lambda done: _outcome_of(done, "connecting"))
             return Done(id=message.id)
         if isinstance(message, StopAt):
             if (begun := self._gate.stop_at(message.round)) is not None:
@@ -291,8 +334,22 @@ class Agent:
             round=self._gate.round,
             view=self._engine.view,
             contents=self._weights.contents(),
-            peer=Peer(self._slot, self._incarnation, self._ep.endpoint(), self._weights.endpoint()),
+            peer=Peer(
+                slot=self._slot,
+                incarnation=self._incarnation,
+                ep=Address(self._ep.endpoint(), self._lifeline).encode(),
+                weights=self._weights.endpoint(),
+            ),
             counters=self._engine.counters,
             waiting=self._engine.waiting,
             running=self._engine.running,
+            boot_s=self._boot_s,
+            term=self._controllers.term,
         )
+
+
+def _outcome_of(done: asyncio.Future[None], doing: str) -> None:
+    """Of work that nobody waits for."""
+    if not done.cancelled() and (error := done.exception()) is not None:
+        print(f"agent: {doing}: {error}", flush=True)
+        end_if_device_error(error, doing)

@@ -1,44 +1,130 @@
-"""Puts a rank together. Order matters: the agent's socket is opened last, since it is the liveness signal."""
+"""Puts a rank together, in two steps: what is the same for every slot (`prepare`), then the rank itself (`assemble`).
+
+A spare does the first step ahead of time and waits for its slot in between. Order matters: the agent's socket is opened
+last, since it is the liveness signal.
+"""
 
 import contextlib
 import faulthandler
 import os
+import secrets
 import signal
 import sys
+import time
 import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 
+from elastic import process
 from elastic.config import GroupConfig
 from elastic.errors import ElasticError
 from elastic.lifeline import Lifeline
-from elastic.paths import tier_path
+from elastic.paths import fault_path, tier_path
+from elastic.rank import faults
 from elastic.rank.agent import Agent
-from elastic.rank.architecture import Arena, ExpertBuffers, read_architecture
+from elastic.rank.architecture import Architecture, Arena, ExpertBuffers, read_architecture
 from elastic.rank.buffers import Buffers
 from elastic.rank.checkpoint import Checkpoint
+from elastic.rank.comm.base import EpBackend, RoundBoard
 from elastic.rank.comm.factory import open_backend
-from elastic.rank.device import open_device
+from elastic.rank.device import Device, open_device
 from elastic.rank.engine import Engine
 from elastic.rank.gate import Gate
 from elastic.rank.member import Membership
+from elastic.rank.nixl_agent import NixlAgent
 from elastic.rank.runner import Runner
 from elastic.rank.tier import HostTier
 from elastic.rank.weights import Weights
 
 
-def serve(config: GroupConfig, slot: int, incarnation: int, address: str) -> None:
-    """Run until told to leave. Raises ElasticError when the rank cannot start."""
+class Stopwatch:
+    """Seconds by part of a boot."""
+
+    def __init__(self) -> None:
+        self.spent_s: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent_s[name] = self.spent_s.get(name, 0.0) + time.monotonic() - began
+
+
+@dataclass
+class Base:
+    """What a rank has before it has a slot."""
+
+    config: GroupConfig
+    arch: Architecture
+    checkpoint: Checkpoint
+    device: Device
+    tier: HostTier | None
+    weights_agent: NixlAgent
+    slot: int
+    """The slot that `ep` was opened for."""
+    ep: EpBackend
+    board: RoundBoard
+    watch: Stopwatch
+
+
+@dataclass
+class Rank:
+    """The parts of a rank, not yet running."""
+
+    arena: Arena
+    experts: ExpertBuffers
+    gate: Gate
+    engine: Engine
+    runner: Runner
+    ep: EpBackend
+    board: RoundBoard
+    weights: Weights
+    membership: Membership
+    agents: list[Agent] = field(default_factory=list)
+    """One, once it exists: engine and agent know each other."""
+
+
+def prepare(config: GroupConfig, slot: int, device: Device | None = None) -> Base:
+    """All that takes time and is the same for every slot, and the EP back end for the slot that is the most likely.
+
+    `device`: where it is not that of the slot. Raises ElasticError when this process cannot become a rank.
+    """
     # kill -USR1 writes every thread's stack to the rank's log
     faulthandler.register(signal.SIGUSR1)
+    if config.fault_injection:
+        # before any other thread exists: they inherit the mask
+        signal.pthread_sigmask(signal.SIG_BLOCK, {faults.ASK})
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     # the agent must get the interpreter within a fraction of a step, also while the loop computes
     sys.setswitchinterval(0.0005)
+    watch = Stopwatch()
+    watch.spent_s["process"] = _age_s()
     arch = read_architecture(config.checkpoint)
     checkpoint = Checkpoint(config.checkpoint, arch)
-    device = open_device(config, slot)
-    ep, board = open_backend(
+    with watch.part("device"):
+        device = device or open_device(config, slot)
+    with watch.part("weights"):
+        tier = HostTier.open(tier_path(config.root), arch, device.dtype) if config.host_tier else None
+        if tier is not None:
+            tier.pin(device)
+        weights_agent = NixlAgent(f"{config.name}/weights/{secrets.token_hex(8)}")
+    with watch.part("exchange"):
+        ep, board = _open_exchange(config, arch, device, slot)
+    return Base(config, arch, checkpoint, device, tier, weights_agent, slot, ep, board, watch)
+
+
+def _age_s() -> float:
+    """Of this process, to a clock tick (10 ms)."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - process.start_time(os.getpid()) / os.sysconf("SC_CLK_TCK")
+
+
+def _open_exchange(config: GroupConfig, arch: Architecture, device: Device, slot: int) -> tuple[EpBackend, RoundBoard]:
+    return open_backend(
         config.ep_backend,
         rank=slot,
         capacity=config.max_ranks,
@@ -49,26 +135,68 @@ def serve(config: GroupConfig, slot: int, incarnation: int, address: str) -> Non
         timeout_s=config.ep_timeout_s,
         group=config.name,
         device=device,
+        early_release=config.early_release,
     )
-    arena, buffers = Arena(arch.dense_shapes(), device), Buffers()
-    experts = ExpertBuffers(arch, config.slots_per_rank, device)
-    tier = HostTier.open(tier_path(config.root), arch, device.dtype) if config.host_tier else None
-    weights = Weights(config, arch, arena, experts, slot, incarnation, tier, checkpoint)
-    runner = Runner(config, arch, arena, experts, ep, buffers, device)
-    gate = Gate(board.ring)
+
+
+def assemble(base: Base, slot: int, incarnation: int) -> Rank:
+    """The rank for a slot: its memory, registered, and all that works on it. Raises ElasticError."""
+    config, arch, device = base.config, base.arch, base.device
+    if slot != base.slot:
+        with base.watch.part("exchange"):
+            base.ep.close()
+            base.ep, base.board = _open_exchange(config, arch, device, slot)
+            base.slot = slot
+    with base.watch.part("weights"):
+        arena, buffers = Arena(arch.dense_shapes(), device), Buffers()
+        experts = ExpertBuffers(arch, config.slots_per_rank, device)
+        weights = Weights(
+            config, arch, arena, experts, slot, incarnation, base.tier, base.checkpoint, agent=base.weights_agent
+        )
+    with base.watch.part("model"):
+        runner = Runner(config, arch, arena, experts, base.ep, buffers, device)
+    gate = Gate(base.board.ring)
     agents: list[Agent] = []
     engine = Engine(
-        config, slot, gate, runner, ep, board, emit=lambda m: agents[0].emit(m), tell=lambda m: agents[0].tell(m)
+        config,
+        slot,
+        gate,
+        runner,
+        base.ep,
+        base.board,
+        emit=lambda m: agents[0].emit(m),
+        tell=lambda m: agents[0].tell(m),
     )
-    membership = Membership(config, slot, gate, engine, runner, ep, board, weights)
+    membership = Membership(config, slot, gate, engine, runner, base.ep, base.board, weights)
+    return Rank(arena, experts, gate, engine, runner, base.ep, base.board, weights, membership, agents)
+
+
+def serve(base: Base, slot: int, incarnation: int, address: str) -> None:
+    """Run until told to leave. Raises ElasticError when the rank cannot start."""
+    config = base.config
+    if config.fault_injection:
+        faults.arm(fault_path(config.root, slot, incarnation), lambda: base.device.place)
+    rank = assemble(base, slot, incarnation)
     lifeline = _lifeline()
-    path = lifeline.path if lifeline else ""
-    agents.append(Agent(config, slot, incarnation, address, path, gate, engine, ep, weights, membership))
-    agents[0].start()
+    agent = Agent(
+        config,
+        slot,
+        incarnation,
+        address,
+        lifeline.path if lifeline else "",
+        rank.gate,
+        rank.engine,
+        rank.ep,
+        rank.weights,
+        rank.membership,
+        boot_s=base.watch.spent_s,
+    )
+    rank.agents.append(agent)
+    agent.start()
     print(f"rank {slot}.{incarnation} listens, pid {os.getpid()}", flush=True)
     code = 0
     try:
-        engine.run()
+        rank.engine.run()
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -80,7 +208,6 @@ def serve(config: GroupConfig, slot: int, incarnation: int, address: str) -> Non
 
 
 def _lifeline() -> Lifeline | None:
-    """Of the main thread, which runs the round loop."""
     try:
         return Lifeline()
     except ElasticError as error:

@@ -1,5 +1,7 @@
 """The device of a rank, and the number type of its weights: the CPU in float32, or one NVIDIA GPU in bfloat16."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +25,10 @@ class Device:
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype or self.dtype, device=self.place)
 
+    def host(self, *shape: int, dtype: torch.dtype, value: int = 0) -> torch.Tensor:
+        """Host memory that the device copies from and to by itself."""
+        return torch.full(shape, value, dtype=dtype, pin_memory=self.is_gpu)
+
     def to(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor made on the host, moved; its type is kept."""
         return tensor.to(self.place)
@@ -31,6 +37,38 @@ class Device:
         """Make it the current device of the calling thread: CUDA's is a matter of each thread."""
         if self.is_gpu:
             torch.cuda.set_device(self.place)
+
+    def queue(self, priority: int = 0) -> "Queue":
+        """A queue of work beside the one of the steps; -1 goes before it."""
+        return Queue(torch.cuda.Stream(self.place, priority=priority) if self.is_gpu else None)  # type: ignore[no-untyped-call]
+
+    def wait_for_step(self) -> None:
+        """Wait for the work of the calling thread's current queue: the steps', in the round loop."""
+        if self.is_gpu:
+            torch.cuda.current_stream(self.place).synchronize()
+
+    def settle(self) -> None:
+        """Wait for all work of this process on the device."""
+        if self.is_gpu:
+            torch.cuda.synchronize(self.place)
+
+
+class Queue:
+    """A CUDA stream; on a CPU work is done when its call returns, and nothing is left to wait for."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        """Work of the block goes to this queue and has ended with the block; the device is bound to the thread."""
+        if self._stream is None:
+            yield
+            return
+        torch.cuda.set_device(self._stream.device)
+        with torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()
 
 
 CPU = Device(torch.device("cpu"), torch.float32)

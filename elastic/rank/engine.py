@@ -9,13 +9,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+import torch
+
 from elastic.config import GroupConfig
 from elastic.protocol import Cancel, Counters, Emitted, Rejected, Resumed, Submit
 from elastic.rank.comm.base import EpBackend, RoundBoard
+from elastic.rank.fatal import end_if_device_error
 from elastic.rank.gate import Gate, Order
 from elastic.rank.runner import Runner
 from elastic.rank.sampling import choose
-from elastic.rank.scheduler import Scheduler
+from elastic.rank.scheduler import Batch, Scheduler
+from elastic.rank.steplog import StepLog
 from elastic.view import View
 
 IDLE_WAIT_S = 0.5
@@ -43,6 +48,7 @@ class Engine:
         self.tokens = 0
         self.stood = clock()
         """When the last step returned, committed or not; readable by any thread."""
+        self.steps = StepLog()
         self._slot = slot
         self._gate, self._runner, self._ep, self._board = gate, runner, ep, board
         self._emit, self._tell, self._clock = emit, tell, clock
@@ -83,14 +89,18 @@ class Engine:
         self._resumed_epoch, self._report_pause = epoch, True
 
     def run(self) -> None:
-        """Until the gate says EXIT."""
-        while True:
-            order = self._gate.next()
-            if order is Order.EXIT:
-                return
-            if order is Order.IDLE and not self._busy and not self._wait_for_work():
-                continue
-            self._round()
+        """Until the gate says EXIT. An error of the device ends the process; others are raised, and no round follows."""
+        try:
+            while True:
+                order = self._gate.next()
+                if order is Order.EXIT:
+                    return
+                if order is Order.IDLE and not self._busy and not self._wait_for_work():
+                    continue
+                self._round()
+        except Exception as error:
+            end_if_device_error(error, f"round {self._gate.round}")
+            raise
 
     def _wait_for_work(self) -> bool:
         """True as soon as this rank or a peer has something to do for the next round; False on a wish of the gate."""
@@ -116,6 +126,7 @@ class Engine:
         batch = self._scheduler.build()
         round_, has_work = self._gate.round, batch.rows > 0
         self._board.announce(round_, has_work, self._peers)
+        began = self._clock()
         self._ep.begin_step()
         logits = self._runner.run(batch)
         self._ep.end_step()
@@ -128,8 +139,11 @@ class Engine:
             return
         tokens = choose(logits, batch.samples)
         emissions = self._scheduler.commit(batch, tokens)
+        if any(sample.logits for sample in batch.samples):
+            emissions = _with_logits(emissions, batch, logits)
         self.tokens += len(tokens)
         self._note_commit()
+        self.steps.add(self.stood, self.stood - began)
         self._gate.committed()
         if emissions:
             self._emit(emissions)
@@ -153,3 +167,14 @@ class Engine:
                 answers.append(answer)
         if answers:
             self._emit(answers)
+
+
+def _with_logits(emissions: Sequence[Emitted], batch: Batch, logits: torch.Tensor) -> list[Emitted]:
+    """`logits` [len(batch.samples), vocab] go along with the tokens of the requests that asked for them."""
+    rows = {
+        sample.request: row for sample, row in zip(batch.samples, logits.float().cpu(), strict=True) if sample.logits
+    }
+    return [
+        msgspec.structs.replace(e, logits=rows[e.request].numpy().tobytes()) if e.request in rows else e
+        for e in emissions
+    ]

@@ -110,7 +110,7 @@ class CpuStepGraph:
         self._nodes = _Replay(())
 
     def capture(self) -> None:
-        self._step(self.rows, _Warmup())
+        self._step(self.rows, PlainNodes())
         recorder = _Recorder(self._buffers)
         with recorder:
             self._step(self.rows, recorder)
@@ -140,8 +140,8 @@ def _addresses(result: Any) -> tuple[int, ...]:
     return tuple(leaf.data_ptr() for leaf in result) if isinstance(result, tuple) else ()
 
 
-class _Warmup:
-    """Nodes of the run before the capture: nothing is checked."""
+class PlainNodes:
+    """Nodes of a run outside any graph, such as the one before a capture: nothing is checked."""
 
     def external(self, call: Callable[..., T], *args: Any) -> T:
         return call(*args)
@@ -150,7 +150,7 @@ class _Warmup:
         return int(counts.max())
 
 
-class _Replay(_Warmup):
+class _Replay(PlainNodes):
     """Nodes of a replay: the results of external calls must be where they were at the capture."""
 
     def __init__(self, results: tuple[tuple[int, ...], ...]) -> None:

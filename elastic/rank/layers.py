@@ -1,7 +1,7 @@
 """The arithmetic of one decoder layer, and views of its weights.
 
 Results of a row must not depend on the other rows: a replayed request shares its steps with others, yet has to continue
-token for token. So matrix products have at least 4 rows, sums have fixed lengths (attention always spans `max_model_len`
+token for token. So matrix products are those of `arithmetic`, sums have fixed lengths (attention always spans `max_model_len`
 positions, masked), and nothing chooses a kernel by the load. Weights are views into the arena, never copies: a load in
 place is seen at once. Neighbours in the arena are seen as one matrix (q, k, v; gate, up).
 """
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from elastic.rank.architecture import Architecture, Arena
+from elastic.rank.arithmetic import Arithmetic
 
 
 def joined(arena: Arena, *names: str) -> torch.Tensor:
@@ -87,14 +88,16 @@ class Rows:
     """[rows * 2 * kv_heads]: where the row's keys and values go in a layer's cache, counted in head vectors."""
 
 
-def attention(x: torch.Tensor, w: LayerWeights, arch: Architecture, rows: Rows, cache: torch.Tensor) -> torch.Tensor:
+def attention(
+    x: torch.Tensor, w: LayerWeights, arch: Architecture, rows: Rows, cache: torch.Tensor, arithmetic: Arithmetic
+) -> torch.Tensor:
     """Store keys and values of all rows in `cache`, then attend from each row over its own sequence up to its position.
 
     x [rows, hidden], normalised; cache [2, sequences, kv_heads, max_model_len, head_dim] of this layer. Rows of one
     sequence may be of one step: each sees those before it, for they are stored first.
     """
     n, (heads, kv, d) = x.shape[0], (arch.heads, arch.kv_heads, arch.head_dim)
-    qkv = F.linear(x, w.qkv).view(n, heads + 2 * kv, d)
+    qkv = arithmetic.linear(x, w.qkv).view(n, heads + 2 * kv, d)
     normed = F.rms_norm(qkv[:, : heads + kv], (d,), None, arch.rms_eps)
     normed[:, :heads].mul_(w.q_norm)
     normed[:, heads:].mul_(w.k_norm)
@@ -109,28 +112,20 @@ def attention(x: torch.Tensor, w: LayerWeights, arch: Architecture, rows: Rows, 
         cache[1].index_select(0, rows.seqs),
         attn_mask=rows.bias,
     )
-    return F.linear(mixed.reshape(n, heads * d), w.out)
+    return arithmetic.linear(mixed.reshape(n, heads * d), w.out)
 
 
-def mlp(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+def mlp(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
     """SwiGLU. x [rows, hidden], w13 [2 * width, hidden] gate over up, w2 [hidden, width]."""
-    gate, up = F.linear(x, w13).chunk(2, -1)
-    return F.linear(F.silu(gate).mul_(up), w2)
+    gate, up = arithmetic.linear(x, w13).chunk(2, -1)
+    return arithmetic.linear(F.silu(gate).mul_(up), w2)
 
 
-def route(x: torch.Tensor, gate: torch.Tensor, arch: Architecture) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    x: torch.Tensor, gate: torch.Tensor, arch: Architecture, arithmetic: Arithmetic
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [rows, top_k] float32 and logical experts [rows, top_k] int64, the most probable first."""
-    weights, chosen = torch.softmax(F.linear(x, gate), -1, dtype=torch.float32).topk(arch.top_k, -1)
+    weights, chosen = torch.softmax(arithmetic.linear(x, gate), -1, dtype=torch.float32).topk(arch.top_k, -1)
     if arch.norm_topk_prob:
         weights = weights.div_(weights.sum(-1, keepdim=True))
     return weights, chosen
-
-
-def expert_mlps(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, y: torch.Tensor, rows: int) -> None:
-    """SwiGLU of all local experts at once: y[:, :rows] from x[:, :rows], both [experts_per_rank, capacity, hidden].
-
-    Rows beyond an expert's count are computed too and ignored: one product of a fixed kind is cheaper, for small
-    experts, than one for each expert, and a row's result is the same wherever it stands.
-    """
-    gate, up = torch.bmm(x[:, :rows], w13.transpose(1, 2)).chunk(2, -1)
-    y[:, :rows] = torch.bmm(F.silu(gate).mul_(up), w2.transpose(1, 2))

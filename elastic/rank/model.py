@@ -5,15 +5,13 @@ import torch
 from elastic.config import GroupConfig
 from elastic.placement.maps import HOLE
 from elastic.rank.architecture import Architecture, Arena, ExpertBuffers
+from elastic.rank.arithmetic import Arithmetic, open_arithmetic
 from elastic.rank.buffers import Buffers
 from elastic.rank.comm.base import EpBackend
 from elastic.rank.device import CPU, Device
 from elastic.rank.graphs import Nodes
-from elastic.rank.layers import LayerWeights, Rows, attention, expert_mlps, mlp, rms_norm, rope_tables, route
+from elastic.rank.layers import LayerWeights, Rows, attention, mlp, rms_norm, rope_tables, route
 from elastic.rank.routing import RouteTable
-
-MIN_ROWS = 4
-"""Below, matrix kernels sum in another order; see the layers module."""
 
 
 class Model:
@@ -32,10 +30,14 @@ class Model:
         ep: EpBackend,
         buffers: Buffers,
         device: Device = CPU,
+        arithmetic: Arithmetic | None = None,
     ) -> None:
+        """`arithmetic`: None for the best that the device has."""
         rows, length, kv = config.max_tokens, config.max_model_len, arch.kv_heads
         sequences = config.max_seqs + 1
         self._arch, self._ep, self._buffers, self._device = arch, ep, buffers, device
+        self._min_rows = config.min_rows
+        self._math = arithmetic or open_arithmetic(device, arch.hidden, arch.expert_intermediate)
 
         buffers.add("dense", arena.flat)
         buffers.add("experts.w13", experts.w13)
@@ -59,15 +61,15 @@ class Model:
         self._moe_index = {layer: i for i, layer in enumerate(arch.moe_layers)}
         self._embed = arena["model.embed_tokens.weight"]
         self._norm = arena["model.norm.weight"]
-        self._head = (self._embed if arch.tied else arena["lm_head.weight"]).t()
+        self._head = self._embed if arch.tied else arena["lm_head.weight"]
 
     def warm_up(self) -> None:
         """One empty exchange, by which the backend's receive buffers become known and registered."""
-        x = self._device.zeros(MIN_ROWS, self._arch.hidden)
-        nowhere = self._device.zeros(MIN_ROWS, self._arch.top_k, dtype=torch.int64).fill_(HOLE)
+        x = self._device.zeros(self._min_rows, self._arch.hidden)
+        nowhere = self._device.zeros(self._min_rows, self._arch.top_k, dtype=torch.int64).fill_(HOLE)
         received = self._ep.dispatch(x, nowhere)
         self._ep.combine(
-            self._y, nowhere, self._device.zeros(*nowhere.shape, dtype=torch.float32), self._out[:MIN_ROWS]
+            self._y, nowhere, self._device.zeros(*nowhere.shape, dtype=torch.float32), self._out[: self._min_rows]
         )
         if not self._device.is_gpu:
             # on a GPU they belong to the graph that captures them
@@ -75,7 +77,7 @@ class Model:
             self._buffers.add("ep.counts", received.counts)
 
     def step(self, rows: int, nodes: Nodes) -> None:
-        """Run rows `[:rows]` of the inputs; rows >= MIN_ROWS."""
+        """Run rows `[:rows]` of the inputs; at least as many as the device's arithmetic needs."""
         arch, inputs = self._arch, self.inputs[:, :rows]
         tokens, seqs, positions, routes = inputs[0], inputs[1], inputs[2], inputs[3, :, None]
         place = torch.add(positions, seqs, alpha=self._seq_stride)
@@ -89,28 +91,20 @@ class Model:
         )
         x = self._embed.index_select(0, tokens)
         for i, w in enumerate(self._layers):
-            x = x + attention(rms_norm(x, w.input_norm, arch.rms_eps), w, arch, shared, self._cache[i])
+            x = x + attention(rms_norm(x, w.input_norm, arch.rms_eps), w, arch, shared, self._cache[i], self._math)
             hidden = rms_norm(x, w.post_norm, arch.rms_eps)
             if w.dense13 is not None and w.dense2 is not None:
-                x = x + mlp(hidden, w.dense13, w.dense2)
+                x = x + mlp(hidden, w.dense13, w.dense2, self._math)
             elif w.gate is not None:
                 x = x + self._moe(hidden, w.gate, self._moe_index[i], routes, nodes)
-        last, logits = rms_norm(x, self._norm, arch.rms_eps), self.logits[:rows]
-        if self._device.is_gpu:
-            # float32 from the accumulator: rounded to bfloat16, the best token would often be one of several
-            logits.copy_(torch.mm(last, self._head, out_dtype=torch.float32))
-        else:
-            torch.mm(last, self._head, out=logits)
+        self._math.logits(rms_norm(x, self._norm, arch.rms_eps), self._head, self.logits[:rows])
 
     def _moe(self, x: torch.Tensor, gate: torch.Tensor, layer: int, routes: torch.Tensor, nodes: Nodes) -> torch.Tensor:
-        weights, chosen = route(x, gate, self._arch)
+        weights, chosen = route(x, gate, self._arch, self._math)
         physical = self.routes.physical(layer, chosen, routes)
         received = nodes.external(self._ep.dispatch, x, physical)
-        rows = received.x.shape[1]
-        if not self._device.is_gpu:
-            rows = min(-(-max(nodes.largest(received.counts), 1) // MIN_ROWS) * MIN_ROWS, rows)
         w13, w2 = self._experts[layer]
-        expert_mlps(received.x, w13, w2, self._y, rows)
+        self._math.experts(received.x, received.counts, w13, w2, self._y, nodes)
         out = self._out[: x.shape[0]]
         nodes.external(self._ep.combine, self._y, physical, weights, out)
         return out

@@ -18,6 +18,7 @@ from elastic.errors import ElasticError, NeedsReplan, Unreachable
 from elastic.placement.maps import Move
 from elastic.rank.architecture import Arena, ExpertBuffers
 from elastic.rank.comm.base import PeerFault, never
+from elastic.rank.copies import Copier, Pair
 from elastic.rank.nixl_agent import HOST, Copy, Memory, NixlAgent, PeerError, Transfer
 from elastic.rank.published import WORD_BYTES, Published, expert_of, word_index
 from elastic.rank.staging import Stage, Staging
@@ -68,10 +69,10 @@ class PeerWeights:
     What waits asks `give_up` meanwhile and raises NeedsReplan when it says so: whole experts that were read stay.
     """
 
-    def __init__(self, name: str, slot: int, arena: Arena, experts: ExpertBuffers, published: Published) -> None:
-        """`name` is unique among all ranks that ever meet. Raises ElasticError where NIXL is missing."""
+    def __init__(self, agent: NixlAgent, slot: int, arena: Arena, experts: ExpertBuffers, published: Published) -> None:
+        """Registers the buffers with `agent`, which nobody else uses from now on."""
         self._slot, self._arena, self._experts, self._published = slot, arena, experts, published
-        self._agent = NixlAgent(name)
+        self._agent = agent
         for tensor in (published.table, arena.flat, experts.w13, experts.w2):
             self._agent.register(tensor)
         layers, width = experts.w13.shape[:2]
@@ -105,6 +106,7 @@ class PeerWeights:
         """What a peer needs for `connect`; fixed for the life of the process."""
         self.faults: deque[PeerFault] = deque()
         self._peers: dict[int, _Peer] = {}
+        self._copier = Copier(arena.flat.device)
 
     def connect(self, peers: Mapping[int, bytes], *, deadline_s: float, give_up: Callable[[], bool] = never) -> None:
         """Know peers by slot, and prove that each answers. A known endpoint does nothing, a changed one replaces the old.
@@ -208,7 +210,7 @@ class PeerWeights:
                 part = flat[at : at + stage.numbers.numel()]
                 copy = Copy(stage.numbers.data_ptr(), self._peers[slot].at.dense + self._item * at, _bytes(part))
                 yield self._start(slot, stage, [copy], weights=True)
-                part.copy_(stage.numbers[: part.numel()])
+                self._copier.run([(part, stage.numbers[: part.numel()])])
         whole.append(True)
 
     def _run(self, readers: Mapping[int, Reader], end: float, give_up: Callable[[], bool]) -> set[int]:
@@ -269,6 +271,7 @@ class PeerWeights:
     def _take(self, slot: int, stage: Stage, batch: list[Move]) -> list[Move]:
         """Copy what is trustworthy from the stage to the expert buffers."""
         taken: list[Move] = []
+        pairs: list[Pair] = []
         split, numbers = self._layout.w13 // self._item, self._expert_bytes // self._item
         for k, move in enumerate(batch):
             before, after = int(stage.before[k]), int(stage.after[k])
@@ -279,10 +282,12 @@ class PeerWeights:
             flat = stage.numbers[k * numbers : (k + 1) * numbers]
             w13, w2 = self._experts.w13[move.layer, move.index], self._experts.w2[move.layer, move.index]
             self._published.clear(move.layer, move.index)
-            w13.view(-1).copy_(flat[:split])
-            w2.view(-1).copy_(flat[split:])
-            self._published.fill(move.layer, move.index, move.expert)
+            pairs += ((w13.view(-1), flat[:split]), (w2.view(-1), flat[split:]))
             taken.append(move)
+        # whole before anybody is told, and before the stage is written to again
+        self._copier.run(pairs)
+        for move in taken:
+            self._published.fill(move.layer, move.index, move.expert)
         return taken
 
     def _dense_word(self, slot: int, stage: Stage) -> Copy:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+import numpy as np
 import torch
 
 from elastic.errors import NeedsReplan
@@ -44,23 +45,24 @@ class RouteTable:
                 f"placement {placement.hash}: {len(placement.rows)} layers of {placement.experts} experts, "
                 f"this rank has {layers} of {experts}"
             )
-        alive = set(live)
-        replicas: list[list[int]] = [[] for _ in range(layers * experts)]
-        for layer, row in enumerate(placement.rows):
-            for physical, expert in enumerate(row):
-                if expert != HOLE and placement.slot_of(physical) in alive:
-                    replicas[layer * experts + expert].append(physical)
-        missing = [divmod(i, experts) for i, held in enumerate(replicas) if not held]
-        if missing:
+        owners = np.array([placement.slot_of(physical) for physical in range(len(placement.rows[0]))])
+        held = np.array(placement.rows)
+        usable = (held != HOLE) & np.isin(owners, list(live))
+        layer, physical = np.nonzero(usable)
+        logical = layer * experts + held[layer, physical]
+        own = owners[physical] == self._rank
+        has_own = np.bincount(logical[own], minlength=layers * experts) > 0
+        chosen = own | ~has_own[logical]
+        logical, physical = logical[chosen], physical[chosen]
+        counts = np.bincount(logical, minlength=layers * experts)
+        missing = np.flatnonzero(counts == 0)
+        if len(missing):
+            first_layer, first_expert = divmod(int(missing[0]), experts)
             raise NeedsReplan(
-                f"placement {placement.hash}: {len(missing)} experts have no copy on slots {sorted(alive)}, "
-                f"the first is expert {missing[0][1]} of MoE layer {missing[0][0]}"
+                f"placement {placement.hash}: {len(missing)} experts have no copy on slots {sorted(live)}, "
+                f"the first is expert {first_expert} of MoE layer {first_layer}"
             )
-        for held in replicas:
-            own = [p for p in held if placement.slot_of(p) == self._rank]
-            held[:] = own or held
-        width = max(len(held) for held in replicas)
-        padded = torch.tensor([held + [HOLE] * (width - len(held)) for held in replicas])
-        counts = torch.tensor([len(held) for held in replicas])
-        choice = (torch.arange(self.padding) + self._rank)[None] % counts[:, None]
-        self._table[..., : self.padding].copy_(padded.gather(1, choice).view(layers, experts, self.padding))
+        replicas = physical[np.argsort(logical, kind="stable")]
+        turns = (np.arange(self.padding) + self._rank)[None] % counts[:, None]
+        rows = replicas[(np.cumsum(counts) - counts)[:, None] + turns]
+        self._table[..., : self.padding].copy_(torch.from_numpy(rows).view(layers, experts, self.padding))

@@ -8,6 +8,7 @@ import torch
 from elastic.config import GroupConfig
 from elastic.placement.maps import Placement
 from elastic.rank.architecture import Architecture, Arena, ExpertBuffers
+from elastic.rank.arithmetic import Arithmetic
 from elastic.rank.buffers import Buffers
 from elastic.rank.comm.base import EpBackend
 from elastic.rank.cuda_graph import CudaStepGraph
@@ -32,12 +33,14 @@ class Runner:
         ep: EpBackend,
         buffers: Buffers,
         device: Device = CPU,
+        arithmetic: Arithmetic | None = None,
     ) -> None:
+        """`arithmetic`: None for the best that the device has."""
         self.vocab = arch.vocab
         self.buffers = buffers
         self._scratch = config.max_seqs
         self._device = device
-        self._model = Model(config, arch, arena, experts, ep, buffers, device)
+        self._model = Model(config, arch, arena, experts, ep, buffers, device, arithmetic)
         pool = torch.cuda.graph_pool_handle() if device.is_gpu else None
 
         def graph(rows: int) -> StepGraph:

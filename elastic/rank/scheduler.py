@@ -21,6 +21,9 @@ class Sample:
     position: int
     """Answer index of that token: with the seed it determines the draw."""
     sampling: Sampling
+    request: str = ""
+    logits: bool = False
+    """The request wants them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,10 @@ class Scheduler:
             positions += range(start, end)
             sampled = end == len(request.tokens)
             if sampled:
-                samples.append(Sample(len(tokens) - 1, request.answered, request.submit.sampling))
+                submit = request.submit
+                samples.append(
+                    Sample(len(tokens) - 1, request.answered, submit.sampling, submit.request, submit.logits)
+                )
             chunks.append(Chunk(request.ticket, seq, start, count, sampled))
         self._pending = Batch(tuple(tokens), tuple(seqs), tuple(positions), tuple(samples), tuple(chunks))
         return self._pending

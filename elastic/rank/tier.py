@@ -13,8 +13,10 @@ import fcntl
 import mmap
 import os
 import sys
+import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,8 @@ import torch
 from elastic.errors import ElasticError
 from elastic.rank.architecture import Architecture, read_architecture
 from elastic.rank.checkpoint import Checkpoint
+from elastic.rank.device import Device
+from elastic.rank.pinned import map_pinned
 
 MAGIC = b"elastic-tier\0\0\0\0"
 VERSION = 2
@@ -89,16 +93,50 @@ class Built(msgspec.Struct, frozen=True):
 class HostTier:
     """A mapped tier. Its tensors are read-only: writing to one ends the process."""
 
-    def __init__(self, path: Path, fingerprint: str, layout: Layout, memory: mmap.mmap) -> None:
+    def __init__(self, path: Path, fingerprint: str, layout: Layout, memory: mmap.mmap, descriptor: int) -> None:
+        """`descriptor`: of the file, kept open for the life of this object."""
         self.path = path
         self.fingerprint = fingerprint
         """Of the checkpoint that it was built from."""
-        self._layout = layout
+        self.pinned = False
+        """Whether a GPU reads the tensors by itself, at the full speed of the bus."""
+        self._layout, self._descriptor = layout, descriptor
+        weakref.finalize(self, os.close, descriptor)
+        self._pinning: threading.Thread | None = None
+        self._use(memory)
+
+    def _use(self, memory: mmap.mmap) -> None:
+        layout = self._layout
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not writable.*")
-            self.numbers = torch.frombuffer(memory, dtype=layout.type, offset=HEADER_BYTES)
-        self._dense = self.numbers[: layout.dense]
-        self._experts = self.numbers[layout.dense :].view(layout.layers, layout.experts, layout.expert)
+            numbers = torch.frombuffer(memory, dtype=layout.type, offset=HEADER_BYTES)
+        # whoever has the old mapping's tensors keeps it alive
+        self._dense = numbers[: layout.dense]
+        self._experts = numbers[layout.dense :].view(layout.layers, layout.experts, layout.expert)
+
+    def pin(self, device: Device) -> None:
+        """On a GPU: begin to lock the pages for its copy engines, in a thread of its own; once. Until that is done, and
+        where it fails (one line in the log), copies go through the driver's own buffers, which is slower."""
+        if device.is_gpu and self._pinning is None:
+            self._pinning = threading.Thread(target=self._pin, args=(device,), name="pin", daemon=True)
+            self._pinning.start()
+
+    def _pin(self, device: Device) -> None:
+        began = time.monotonic()
+        try:
+            device.bind()
+            self._use(map_pinned(self._descriptor, self._layout.file_bytes, torch.cuda.cudart()))  # type: ignore[no-untyped-call]
+        except (ElasticError, RuntimeError) as error:
+            log.warning("the host tier is not pinned: copies to the GPU are slower", why=str(error))
+            return
+        self.pinned = True
+        log.info("the host tier is pinned", bytes=self._layout.file_bytes, seconds=time.monotonic() - began)
+
+    def wait_pinned(self, deadline_s: float) -> bool:
+        """Until `pin` has ended, well or not, or the deadline. Returns `pinned`."""
+        if self._pinning is not None:
+            self._pinning.join(deadline_s)
+        return self.pinned
 
     @classmethod
     def open(cls, path: str | Path, arch: Architecture, dtype: torch.dtype = torch.float32) -> "HostTier | None":
@@ -124,11 +162,12 @@ class HostTier:
                         f"host tier {path} is torn: {size} bytes of {header.layout.file_bytes}; {advice}"
                     )
                 memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                descriptor = os.dup(file.fileno())
         except FileNotFoundError:
             raise ElasticError(f"host tier {path}: no such file; {advice}") from None
         except (OSError, ValueError) as error:
             raise ElasticError(f"host tier {path} cannot be used: {error}; {advice}") from error
-        return cls(path, header.fingerprint, header.layout, memory)
+        return cls(path, header.fingerprint, header.layout, memory, descriptor)
 
     def dense(self) -> torch.Tensor:
         """All dense weights in one flat tensor, in the order of `Arena.flat`."""
@@ -182,7 +221,8 @@ def _write(descriptor: int, source: Checkpoint, header: _Header) -> None:
     body = msgspec.msgpack.encode(header)
     memory[: len(MAGIC) + 4 + len(body)] = MAGIC + len(body).to_bytes(4, "big") + body
     memory.flush()
-    os.fchmod(descriptor, 0o444)
+    # the owner may map it for writing, which is how a GPU's driver locks pages; see `pinned`
+    os.fchmod(descriptor, 0o644)
     os.fsync(descriptor)
 
 

@@ -21,6 +21,7 @@ def open_backend(
     timeout_s: float,
     group: str,
     device: Device = CPU,
+    early_release: bool = True,
 ) -> tuple[EpBackend, RoundBoard]:
     """Called once in a rank's process. The two share one inbox, so the backend's `connect`, `disconnect`, `clean` and
     `close` hold for the board too. Raises ElasticError where this machine cannot run the backend."""
@@ -43,6 +44,7 @@ def open_backend(
             timeout_s=timeout_s,
         )
         backend.self_test()
+        backend.releases_early &= early_release
         return backend, Board(transport)
     if name == "nixl":
         # Only here: a group over shared memory starts without the 0.5 s that NIXL takes.

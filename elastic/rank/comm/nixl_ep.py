@@ -1,15 +1,11 @@
 """The EP backend on NVIDIA GPUs: NIXL EP's low-latency kernels, and the early release of a kernel that waits for a dead peer.
 
 NIXL's kernels read the mask once, before they wait. Masking a peer therefore frees the kernels that follow, not the one that
-waits. That one spins on 64-bit words at the start of the local RDMA buffer: two signal regions (used in turn), each of
-`capacity * experts_per_rank` words, rounded up to 128 bytes. For peer d, dispatch waits on word `e * capacity + d` for each
-local expert e (value n + 1: n tokens came), combine on word `d * experts_per_rank + j` for each of d's experts (not 0: come).
-So the releaser writes 1 into these words, from pinned memory on a stream of high priority, again and again until the step
-returns: with a wrong result, which the round loop discards because the mask changed. `clean` zeroes both regions between
-two barriers, so that no word written here is ever taken for an arrival.
-
-That layout is NIXL's own affair (seen in 1.4.1 and 1.5.1). `self_test` proves it at start-up on this process's own words;
-where it does not hold, `release` only masks, and a waiting kernel ends at NIXL's timeout.
+waits. That one spins on words in its own memory (`nixl_signals` says where). So the releaser writes 1 into the words of the
+lost peer, from pinned memory in a queue of high priority, again and again until the step returns: with a wrong result,
+which the round loop discards because the mask changed. `clean` zeroes both regions of words between two barriers, so that
+no word written here is ever taken for an arrival. Where `self_test` does not find the words in their places, `release` only
+masks, and a waiting kernel ends at NIXL's timeout.
 """
 
 import importlib
@@ -26,14 +22,20 @@ import torch
 
 from elastic.errors import ElasticError, Unreachable
 from elastic.rank.comm.base import ABSENT, LIVE, MASKED, PeerFault, Received, never
+from elastic.rank.comm.nixl_signals import Signals, found_where_expected, trial
 from elastic.rank.device import Device
+from elastic.rank.fatal import essential
+from elastic.rank.frozen import ends_within
 
 MODULES = ("nixl_ep", "nixl_ep_cu13", "nixl_ep_cu12")
 """The plain name forwards to the wheel that carries the code; bundles may come without the forwarding package."""
 
 HIDDEN_SIZES = (2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192)
-REGION_ALIGN_BYTES = 128
 WRITE_EVERY_S = 0.0003
+DISCONNECT_S = 10.0
+"""15 to 34 ms were seen for each peer on an H200; what takes longer than this never ends."""
+FROZEN_AFTER_S = 1.0
+"""Beyond the deadline of a connect: a thread that still gets Python's lock has given up by then."""
 WAITING_AFTER_S = 0.2
 """A step that runs for so long is taken to wait for its peers; the kernels do not say for whom."""
 
@@ -97,25 +99,6 @@ class _PeerStore:
         return self._values.pop(key, None) is not None
 
 
-class Signals:
-    """The words that the kernels wait on. Pure index arithmetic, so that it can be tested without a GPU."""
-
-    def __init__(self, capacity: int, experts_per_rank: int) -> None:
-        self.capacity, self.experts = capacity, experts_per_rank
-        size = capacity * experts_per_rank * 8
-        self.region = -(-size // REGION_ALIGN_BYTES) * REGION_ALIGN_BYTES // 8
-        """Words from one region to the next."""
-        self.words = 2 * self.region
-
-    def dispatch_words(self, peer: int) -> range:
-        """In a region: one word for each local expert."""
-        return range(peer, self.capacity * self.experts, self.capacity)
-
-    def combine_words(self, peer: int) -> range:
-        """In a region: one word for each of the peer's experts, neighbours."""
-        return range(peer * self.experts, (peer + 1) * self.experts)
-
-
 class NixlEpBackend:
     """See `EpBackend`. One thread of its own, the releaser; see the module's docstring.
 
@@ -158,11 +141,10 @@ class NixlEpBackend:
 
         self._layout = Signals(capacity, experts_per_rank)
         self._signals: torch.Tensor = self._buffer.get_local_buffer_tensor(torch.int64, use_rdma_buffer=True)
-        self._mask_here = torch.zeros(capacity, dtype=torch.int32, pin_memory=True)
+        self._mask_here = device.host(capacity, dtype=torch.int32)
         self._mask_there = device.zeros(capacity, dtype=torch.int32)
-        self._ones = torch.ones(experts_per_rank, dtype=torch.int64, pin_memory=True)
-        self._side = torch.cuda.Stream(device.place, priority=-1)  # type: ignore[no-untyped-call]
-        self._links = torch.cuda.Stream(device.place)  # type: ignore[no-untyped-call]
+        self._ones = device.host(experts_per_rank, dtype=torch.int64, value=1)
+        self._side, self._links = device.queue(priority=-1), device.queue()
 
         self._masks = [ABSENT] * capacity
         self._masks[rank] = LIVE
@@ -179,7 +161,9 @@ class NixlEpBackend:
         self._closed = False
         self.releases_early = False
         """Whether the self-test found the words where they are expected."""
-        self._thread = threading.Thread(target=self._release_loop, name="ep-release", daemon=True)
+        self._thread = threading.Thread(
+            target=essential("ep-release", self._release_loop), name="ep-release", daemon=True
+        )
         self._thread.start()
 
     # --- connections ----------------------------------------------------------------------------------------------
@@ -204,9 +188,10 @@ class NixlEpBackend:
         # NIXL may spin for ever where an endpoint never connects (NIXL 2182, 2084): the wait that gives up is out here
         errors: list[BaseException] = []
         thread = threading.Thread(target=self._connect, args=(list(new), errors), daemon=True)
-        thread.start()
-        while thread.is_alive() and time.monotonic() < until and not give_up():
-            thread.join(0.05)
+        with ends_within(max(0.0, until - time.monotonic()) + FROZEN_AFTER_S):
+            thread.start()
+            while thread.is_alive() and time.monotonic() < until and not give_up():
+                thread.join(0.05)
         if thread.is_alive():
             self._stuck = True
             text = f"rank {self.rank}: no connection to ranks {sorted(new)} within {deadline_s:g} s"
@@ -219,10 +204,8 @@ class NixlEpBackend:
 
     def _connect(self, peers: list[int], errors: list[BaseException]) -> None:
         try:
-            self._device.bind()
-            with torch.cuda.stream(self._links):
+            with self._links.use():
                 self._buffer.connect_ranks(peers, activate=False)
-                self._links.synchronize()
         except BaseException as error:
             errors.append(error)
 
@@ -230,10 +213,8 @@ class NixlEpBackend:
         known = [r for r in ranks if r in self._endpoints]
         if not known:
             return
-        self._device.bind()
-        with torch.cuda.stream(self._links):
+        with ends_within(DISCONNECT_S), self._links.use():
             self._buffer.disconnect_ranks(known)
-            self._links.synchronize()
         for peer in known:
             self._board.disconnect(peer)
             del self._endpoints[peer]
@@ -256,10 +237,8 @@ class NixlEpBackend:
             raise ValueError(f"rank {rank} is not connected and cannot be unmasked")
         if self._masks[rank] == (MASKED if masked else LIVE):
             return
-        self._device.bind()
-        with torch.cuda.stream(self._links):
+        with self._links.use():
             self._buffer.update_mask_buffer(rank, masked)
-            self._links.synchronize()
         self._set(rank, MASKED if masked else LIVE)
 
     def masks(self) -> tuple[int, ...]:
@@ -280,7 +259,7 @@ class NixlEpBackend:
         """Wait for the step and read the masks: a kernel's timeout shows nowhere else."""
         self._buffer.query_mask_buffer(self._mask_there)
         self._mask_here.copy_(self._mask_there, non_blocking=True)
-        torch.cuda.current_stream(self._device.place).synchronize()
+        self._device.wait_for_step()
         with self._state:
             self._in_step = False
             self._state.notify_all()
@@ -303,10 +282,8 @@ class NixlEpBackend:
         with self._state:
             # nothing is written any more: no step runs, and the releaser writes under this lock
             self._to_release.clear()
-            self._device.bind()
-            with torch.cuda.stream(self._links):
+            with self._links.use():
                 self._signals[: self._layout.words].zero_()
-                self._links.synchronize()
 
     # --- early release --------------------------------------------------------------------------------------------
 
@@ -319,20 +296,18 @@ class NixlEpBackend:
             self._state.notify_all()
 
     def _release_loop(self) -> None:
-        self._device.bind()
         masked: set[int] = set()
         while True:
             with self._state:
                 self._state.wait_for(lambda: self._closed or bool(self._to_release))
                 if self._closed:
                     return
-                with torch.cuda.stream(self._side):
+                with self._side.use():
                     for rank in self._to_release - masked:
                         self._buffer.update_mask_buffer(rank, True)
                     masked = set(self._to_release)
                     if self._in_step and self.releases_early:
                         self._write_words(masked)
-                    self._side.synchronize()
                 if not self._in_step:
                     # the masks are set and nothing waits; a step that begins now would skip these peers
                     self._to_release.clear()
@@ -352,32 +327,23 @@ class NixlEpBackend:
     def self_test(self) -> bool:
         """With every peer masked, send known numbers of rows to own experts and look for them in the words. Called once,
         before any connect. Returns whether early release may be used; logs why not."""
-        layout, k = self._layout, min(2, self.experts_per_rank)
-        rows = min(self.max_tokens, 8)
-        x = self._device.zeros(rows, self.hidden)
-        index = torch.full((rows, k), -1, dtype=torch.int64)
-        want = [0] * self.experts_per_rank
-        for row in range(rows):
-            for j in range(k):
-                # expert e gets a number of rows of its own where there are rows enough
-                if row < rows - j * 3:
-                    index[row, j] = self.rank * self.experts_per_rank + j
-                    want[j] += 1
-        chosen, weights = self._device.to(index), self._device.zeros(rows, k, dtype=torch.float32)
-        self._signals[: layout.words].zero_()
-        received = self.dispatch(x, chosen)
-        torch.cuda.synchronize(self._device.place)
-        found = self._signals[: layout.words].tolist()
-        dispatched = any(
-            [found[base + word] for word in layout.dispatch_words(self.rank)] == [n + 1 for n in want]
-            for base in (0, layout.region)
-        )
-        self.combine(torch.zeros_like(received.x), chosen, weights, self._device.zeros(rows, self.hidden))
-        torch.cuda.synchronize(self._device.place)
-        found = self._signals[: layout.words].tolist()
-        combined = any(
-            all(found[base + word] != 0 for word in layout.combine_words(self.rank)) for base in (0, layout.region)
-        )
+        wanted = trial(self._layout, self.rank, self.max_tokens)
+        chosen = self._device.to(wanted.rows)
+        x, weights = self._device.zeros(len(chosen), self.hidden), torch.zeros_like(chosen, dtype=torch.float32)
+
+        def words() -> list[int]:
+            self._device.settle()
+            return self._signals[: self._layout.words].tolist()
+
+        def dispatch() -> None:
+            self._signals[: self._layout.words].zero_()
+            self.dispatch(x, chosen)
+
+        def combine() -> None:
+            room = self._device.zeros(self.experts_per_rank, self.capacity * self.max_tokens, self.hidden)
+            self.combine(room, chosen, weights, torch.zeros_like(x))
+
+        dispatched, combined = found_where_expected(self._layout, self.rank, wanted, words, dispatch, combine)
         self.releases_early = dispatched and combined
         if not self.releases_early:
             log.warning(
@@ -386,8 +352,8 @@ class NixlEpBackend:
                 dispatch=dispatched,
                 combine=combined,
             )
-        self._signals[: layout.words].zero_()
-        torch.cuda.synchronize(self._device.place)
+        self._signals[: self._layout.words].zero_()
+        self._device.settle()
         return self.releases_early
 
     # --- reports --------------------------------------------------------------------------------------------------

@@ -1,0 +1,152 @@
+"""The host tier for a GPU's copy engines, with a driver that only notes what it is told."""
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.errors import ElasticError
+from elastic.rank import tier as tier_module
+from elastic.rank.architecture import read_architecture
+from elastic.rank.copies import Copier, share
+from elastic.rank.device import CPU, Device
+from elastic.rank.pinned import REGISTER_PORTABLE, REGISTER_READ_ONLY, map_pinned
+from elastic.rank.tier import HostTier, build
+from elastic.tools.make_checkpoint import Options, make_checkpoint
+
+SMALL = Options(layers=2, experts=4, hidden=32, heads=2, kv_heads=2, head_dim=8, expert_intermediate=16)
+WAIT_S = 30.0
+
+
+class Driver:
+    """`torch.cuda.cudart()` of a machine that locks pages or refuses."""
+
+    def __init__(self, *refused: int) -> None:
+        self.refused = refused
+        self.calls: list[tuple[int, int]] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        self.calls.append((size, flags))
+        return 1 if flags in self.refused else 0
+
+    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
+        return f"refused ({code})"
+
+
+class Gpu(Device):
+    """A GPU whose memory is the host's."""
+
+    is_gpu = True
+
+    def bind(self) -> None: ...
+
+
+GPU = Gpu(CPU.place, torch.float32)
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> tuple[Path, Path]:
+    folder = make_checkpoint(tmp_path / "model", SMALL)
+    build(folder, tmp_path / "tier")
+    return folder, tmp_path / "tier"
+
+
+def use(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
+    cuda = SimpleNamespace(cudart=lambda: driver)
+    monkeypatch.setattr(tier_module, "torch", SimpleNamespace(**(vars(torch) | {"cuda": cuda})))
+
+
+def test_pinned_weights_are_the_same_and_a_weight_taken_before_stays_good(
+    built: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, path = built
+    driver = Driver()
+    use(monkeypatch, driver)
+    arch = read_architecture(folder)
+    tier, plain = HostTier.map(path, arch), HostTier.map(path, arch)
+    early = tier.expert(1, 2)
+    # a newer file under the same name is not what this object maps
+    path.unlink()
+    path.write_bytes(b"another file")
+    tier.pin(GPU)
+    tier.pin(GPU)
+    assert tier.wait_pinned(WAIT_S)
+    assert driver.calls == [(os.fstat(tier._descriptor).st_size, REGISTER_PORTABLE)]
+    assert torch.equal(tier.dense(), plain.dense())
+    for layer in range(2):
+        for expert in range(4):
+            for one, other in zip(tier.expert(layer, expert), plain.expert(layer, expert), strict=True):
+                assert torch.equal(one, other)
+                assert one.data_ptr() != other.data_ptr()
+    assert torch.equal(early[0], tier.expert(1, 2)[0])
+
+
+def test_where_pages_cannot_be_locked_the_tier_serves_as_before_and_says_why(
+    built: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, path = built
+    use(monkeypatch, Driver(REGISTER_PORTABLE, REGISTER_PORTABLE | REGISTER_READ_ONLY))
+    tier = HostTier.map(path, read_architecture(folder))
+    before = tier.dense().data_ptr()
+    tier.pin(GPU)
+    assert not tier.wait_pinned(WAIT_S)
+    assert tier.dense().data_ptr() == before
+    assert "cudaHostRegister with flags 0x9: refused (1)" in capsys.readouterr().out
+
+
+def test_a_file_of_somebody_else_is_locked_for_reading(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(8192))
+    driver = Driver(REGISTER_PORTABLE)
+    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+    memory = map_pinned(descriptor, 8192, driver)
+    assert len(memory) == 8192
+    assert driver.calls[-1] == (8192, REGISTER_PORTABLE | REGISTER_READ_ONLY)
+    with pytest.raises(ElasticError, match=r"flags 0x1: refused.*flags 0x9: refused"):
+        map_pinned(descriptor, 8192, Driver(REGISTER_PORTABLE, REGISTER_PORTABLE | REGISTER_READ_ONLY))
+
+
+def test_a_stray_write_to_a_pinned_weight_ends_the_writer(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(8192))
+    writer = multiprocessing.get_context("spawn").Process(target=write_into, args=(str(tmp_path / "file"),))
+    writer.start()
+    writer.join(WAIT_S)
+    assert writer.exitcode == -signal.SIGSEGV
+    assert (tmp_path / "file").read_bytes() == bytes(8192)
+
+
+def write_into(path: str) -> None:
+    memory: Any = map_pinned(os.open(path, os.O_RDONLY), 8192, Driver())
+    torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+
+
+def test_without_a_gpu_nothing_is_pinned(built: tuple[Path, Path]) -> None:
+    folder, path = built
+    tier = HostTier.map(path, read_architecture(folder))
+    tier.pin(CPU)
+    assert not tier.wait_pinned(0.0)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 5))
+def test_streams_share_every_byte_about_evenly(sizes: list[int], parts: int) -> None:
+    pairs = [(torch.zeros(n, 3), torch.rand(n, 3)) for n in sizes]
+    shares = share(pairs, parts)
+    assert len(shares) == parts
+    for part in shares:
+        for to, source in part:
+            to.copy_(source)
+    assert all(torch.equal(to, source) for to, source in pairs)
+    fair = -(-sum(to.numel() for to, _ in pairs) // parts)
+    assert max(sum(to.numel() for to, _ in part) for part in shares) <= fair
+
+
+def test_a_copy_is_whole_when_the_call_returns() -> None:
+    to, source = torch.zeros(4, 5), torch.rand(4, 5)
+    Copier(torch.device("cpu")).run([(to, source)])
+    assert torch.equal(to, source)
