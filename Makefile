@@ -3,6 +3,8 @@
 #   make demo                                   form a group, kill a rank under traffic, show how it healed
 #   make test    PYTEST_ARGS="-k placement"     the tests
 #   make bench                                  20 faults measured, written to docs/results/bench-cpu.json
+#   make bench-gpu                              kills, refills, scaling and baselines on NVIDIA GPUs; see docs/results
+#   make bench-autoscale                        load rules in a closed loop, written to docs/results/autoscale.md
 #   make bench-placement VLLM_PYTHON=/a/venv/with/vllm/bin/python
 #                                               the placement planner beside DeepSeek's, written to docs/results/placement.md
 #   make lint    make clean
@@ -19,7 +21,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help demo test lint bench bench-placement clean
+.PHONY: help demo test lint bench bench-autoscale bench-gpu bench-placement clean
 .NOTPARALLEL:
 
 help:
@@ -38,6 +40,14 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.embedded
 	@$(BIN)/python -m chaos.bench $(BENCH_ARGS)
+
+# On a machine with GPUs torch and NIXL EP are often there already, in versions that fit each other: GPU_PYTHON=python3.
+GPU_PYTHON ?= $(BIN)/python
+bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.embedded)
+	@$(GPU_PYTHON) -m chaos.gpu_bench $(BENCH_ARGS)
+
+bench-autoscale: $(VENV)/.dev
+	@$(BIN)/python -m chaos.closed_loop $(BENCH_ARGS)
 
 bench-placement: $(VENV)/.dev
 	@VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m elastic.placement.bench $(BENCH_ARGS)

@@ -1,4 +1,4 @@
-"""Signals for the ranks of one group, by slot.
+"""Faults for the ranks of one group, by slot.
 
 Only a process that the group's run directory lists as a rank is ever signalled, and only while both its pid and its start
 time match: a pid that the kernel has given to another process since is refused. Every slot is checked before the first
@@ -17,10 +17,13 @@ import msgspec
 from elastic import process
 from elastic.controller.state import GroupState
 from elastic.errors import ElasticError, Retryable
-from elastic.paths import read_json, state_path
+from elastic.paths import config_path, fault_path, read_config, read_json, state_path
 from elastic.view import Member
 
-FaultName = Literal["kill", "stop", "cont"]
+FaultName = Literal[
+    "kill", "stop", "cont", "illegal-address", "misaligned-address", "device-assert", "gpu-memory", "stuck"
+]
+"""The first three are signals; the others a rank commits itself, see `elastic.rank.faults`."""
 
 _SIGNALS: dict[FaultName, signal.Signals] = {
     "kill": signal.SIGKILL,
@@ -31,7 +34,7 @@ _POLL_S = 0.0005
 
 
 class Injection(msgspec.Struct, frozen=True):
-    """One signal that was sent to one rank."""
+    """One fault that was given to one rank."""
 
     fault: FaultName
     member: Member
@@ -59,6 +62,16 @@ def stop(run_dir: Path, slots: Iterable[int]) -> tuple[Injection, ...]:
 def cont(run_dir: Path, slots: Iterable[int]) -> tuple[Injection, ...]:
     """SIGCONT the ranks in `slots`; harmless where they run. Raises as `kill`."""
     return _inject("cont", run_dir, slots)
+
+
+def within(fault: FaultName, run_dir: Path, slots: Iterable[int]) -> tuple[Injection, ...]:
+    """Have the ranks in `slots` commit a fault themselves.
+
+    Raises ElasticError as `kill`, and where the group's configuration does not allow it.
+    """
+    if not read_config(config_path(run_dir)).fault_injection:
+        raise ElasticError(f"{config_path(run_dir)}: faultInjection is not set, so its ranks commit no faults")
+    return _inject(fault, run_dir, slots)
 
 
 def living_ranks(run_dir: Path) -> dict[int, Member]:
@@ -102,7 +115,9 @@ def _inject(fault: FaultName, run_dir: Path, slots: Iterable[int]) -> tuple[Inje
 def _send(fault: FaultName, run_dir: Path, member: Member) -> Injection:
     before = process.state(member.pid, member.pid_start)
     sent = time.monotonic()
-    if not process.send_signal(member.pid, member.pid_start, _SIGNALS[fault]):
+    if fault not in _SIGNALS:
+        fault_path(run_dir, member.slot, member.incarnation).write_text(fault)
+    if not process.send_signal(member.pid, member.pid_start, _SIGNALS.get(fault, signal.SIGUSR2)):
         raise ElasticError(
             f"{member}: ended before it could be signalled; look at the group again with `healer status`"
         )
@@ -117,4 +132,5 @@ def _shows(injection: Injection) -> bool:
     if not process.is_alive(member.pid, member.pid_start):
         return True
     stopped = process.state(member.pid, member.pid_start) == "T"
-    return {"kill": False, "stop": stopped, "cont": not stopped}[injection.fault]
+    # what a rank commits itself shows in its log and in the group, not in its process's state
+    return {"kill": False, "stop": stopped, "cont": not stopped}.get(injection.fault, True)

@@ -27,6 +27,22 @@ class ModelShape(msgspec.Struct, frozen=True):
     max_position: int
 
 
+CPU_MIN_ROWS = 4
+"""Below, a CPU's matrix kernels sum in another order, and a row would depend on its batch."""
+
+CAPTURE_STEP = 8
+
+
+def default_capture_sizes(max_tokens: int, min_rows: int = 1) -> tuple[int, ...]:
+    """Row counts to capture a step for: 1, 2, 4, then every 8 up to the dispatch limit, which is always the last one.
+
+    The list is vLLM's for CUDA graphs of decode steps (`cudagraph_capture_sizes`): at most 7 rows of padding, 35 sizes at
+    256. Sizes below `min_rows` are left out.
+    """
+    steps = (1, 2, 4, *range(CAPTURE_STEP, max_tokens, CAPTURE_STEP))
+    return (*(size for size in steps if min_rows <= size < max_tokens), max_tokens)
+
+
 class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One serving group. `validate` raises ElasticError with every contradiction, naming the field."""
 
@@ -49,26 +65,44 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences in a rank's KV cache."""
     max_model_len: int = 256
     """Positions of a sequence, prompt and answer."""
-    capture_sizes: tuple[int, ...] = (4, 8, 16, 32)
-    """Row counts for which a step graph is captured; a step is padded to the next. At least 4: below, the CPU's
-    matrix kernels sum in another order and rows would depend on their batch."""
+    capture_sizes: tuple[int, ...] = ()
+    """Row counts for which a step graph is captured; a step is padded to the next. Ascending up to `max_tokens`, on a CPU
+    from CPU_MIN_ROWS. Empty: `default_capture_sizes`, which then stands here."""
     ep_backend: EpBackendName = "shm"
     gpus: tuple[int, ...] = ()
     """GPU index of each slot, repeated as needed; empty: slots in turn over the visible GPUs. Only for nixl-ep."""
+    spares: int = 0
+    """Booted processes without a rank kept on this host, so that a replacement starts at loading weights."""
+    spare_gpus: tuple[int, ...] = ()
+    """GPU index of each spare, repeated as needed; empty: spare k stands on the GPU of slot k. Only for nixl-ep."""
     ep_timeout_s: float = 30.0
     """After this long a silent peer is masked by the survivor itself: the fallback, never the plan."""
+    early_release: bool = True
+    """End the wait of a GPU kernel for a lost peer at once. Off, it lasts for `ep_timeout_s`: to measure what that costs.
+    Only for nixl-ep; the other back ends always release at once."""
     host_tier: bool = True
     heartbeat_s: float = 0.2
     prepare_deadline_s: float = 60.0
     """For boot, load, connect and capture of a joining rank."""
     commit_deadline_s: float = 5.0
     """For each answer within a commit; a rank that exceeds it is treated as lost."""
+    fault_injection: bool = False
+    """Ranks commit faults when asked by `healer-chaos`; see `elastic.rank.faults`. Never in production."""
     gateway_host: str = "127.0.0.1"
     gateway_port: int = 0
     """0 picks a free port; the gateway publishes it in `gateway.json`."""
     gateway_max_queued: int = 256
     model_name: str = ""
     """What clients call the model; empty: the name of the checkpoint folder."""
+
+    def __post_init__(self) -> None:
+        if not self.capture_sizes:
+            msgspec.structs.force_setattr(self, "capture_sizes", default_capture_sizes(self.max_tokens, self.min_rows))
+
+    @property
+    def min_rows(self) -> int:
+        """Of a step, padding included."""
+        return 1 if self.on_gpu else CPU_MIN_ROWS
 
     @property
     def on_gpu(self) -> bool:
@@ -91,8 +125,9 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("ep_timeout_s", "heartbeat_s", "prepare_deadline_s", "commit_deadline_s"):
             if getattr(self, name) <= 0:
                 yield name, f"{getattr(self, name)} is not positive"
-        if self.redundant_experts < 0:
-            yield "redundant_experts", f"{self.redundant_experts} is negative"
+        for name in ("redundant_experts", "spares"):
+            if getattr(self, name) < 0:
+                yield name, f"{getattr(self, name)} is negative"
         if self.ranks > self.max_ranks:
             yield "ranks", f"{self.ranks} is above the capacity of {self.max_ranks}"
         if self.slots_per_rank > model.experts:
@@ -105,8 +140,11 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.redundant_experts} redundant = {needed}",
             )
         sizes = self.capture_sizes
-        if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 4 or sizes[-1] != self.max_tokens:
-            yield "capture_sizes", f"{list(sizes)} must ascend from at least 4 to the dispatch limit {self.max_tokens}"
+        if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < self.min_rows or sizes[-1] != self.max_tokens:
+            yield (
+                "capture_sizes",
+                f"{list(sizes)} must ascend from at least {self.min_rows} to the dispatch limit {self.max_tokens}",
+            )
         if self.max_model_len > model.max_position:
             yield "max_model_len", f"{self.max_model_len} is above the model's {model.max_position} positions"
         if len(str(self.root.absolute())) > MAX_RUN_DIR:

@@ -1,16 +1,20 @@
-"""Rank processes on their way up: launched in the background, kept until a join takes them in."""
+"""Rank processes on their way up: adopted from the spares or launched, in the background, and kept until a join takes
+them in."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 from elastic import process
 from elastic.config import GroupConfig
+from elastic.controller.guard import GuardedLauncher
 from elastic.controller.link import RankLink
 from elastic.controller.records import BootFailed, Event
-from elastic.errors import ElasticError, Retryable
-from elastic.launch.base import Launched, Launcher
+from elastic.controller.spares import Spares
+from elastic.errors import ElasticError, Retryable, Superseded
+from elastic.launch.base import Launched
 from elastic.paths import socket_path, unnamed_socket
 
 ATTEMPTS = 3
@@ -19,6 +23,8 @@ BACKOFF_S = (0.0, 1.0, 5.0)
 POLL_S = 0.02
 ANSWER_S = 5.0
 
+log = logging.getLogger(__name__)
+
 
 class Boots:
     """Lives in the executor's loop; no sequence waits for a boot, a boot that ends calls `wake`."""
@@ -26,20 +32,23 @@ class Boots:
     def __init__(
         self,
         config: GroupConfig,
-        launcher: Launcher,
+        launcher: GuardedLauncher,
+        spares: Spares,
         next_incarnation: Callable[[int], int],
         remember: Callable[[int, int, Launched | None], None],
         on_event: Callable[[Event], None],
         wake: Callable[[], None],
+        term: int = 0,
     ) -> None:
         self.ready: dict[int, RankLink] = {}
         self.quarantined: dict[int, str] = {}
-        self._config, self._launcher = config, launcher
+        self._config, self._launcher, self._spares = config, launcher, spares
         self._next_incarnation, self._remember = next_incarnation, remember
-        self._on_event, self._wake = on_event, wake
+        self._on_event, self._wake, self._term = on_event, wake, term
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._failures: dict[int, int] = {}
         self._since: dict[int, float] = {}
+        self._from_spare: set[int] = set()
 
     @property
     def booting(self) -> set[int]:
@@ -56,6 +65,10 @@ class Boots:
         """When the first of these was asked for; now, for processes that were found running."""
         now = time.monotonic()
         return min((self._since.get(s, now) for s in slots), default=now)
+
+    def from_spare(self, slot: int) -> bool:
+        """Whether the process that is up in this slot was a spare."""
+        return slot in self._from_spare
 
     def take(self, slot: int) -> RankLink:
         """The join has committed: the process belongs to the view now."""
@@ -104,17 +117,29 @@ class Boots:
                 started: Launched | None = None
                 try:
                     self._remember(slot, incarnation, None)
-                    started = self._launcher.launch(slot, incarnation)
+                    self._from_spare.discard(slot)
+                    if (started := await self._spares.adopt(slot, incarnation)) is not None:
+                        self._from_spare.add(slot)
+                    else:
+                        started = self._launcher.launch(slot, incarnation)
                     self._remember(slot, incarnation, started)
                     self.ready[slot] = await self._up(slot, incarnation, started)
                     return
                 except asyncio.CancelledError:
                     self._drop(slot, incarnation, started)
                     raise
+                except Superseded:
+                    # whoever has taken the group decides about this process too
+                    return
                 except Exception as error:
                     # a bug too: the process must not be lost sight of, and the attempt counts
                     self._drop(slot, incarnation, started)
-                    self._count(slot, incarnation, str(error) or type(error).__name__)
+                    why = str(error) or type(error).__name__
+                    if slot in self._from_spare:
+                        # a spare that fails has cost nothing but its own: the next one, or a fresh process, at once
+                        log.warning("slot %d: the spare that was to be rank %d.%d: %s", slot, slot, incarnation, why)
+                    else:
+                        self._count(slot, incarnation, why)
         finally:
             self._tasks.pop(slot, None)
             self._wake()
@@ -128,7 +153,9 @@ class Boots:
             if time.monotonic() > deadline:
                 raise Retryable(f"rank {slot}.{incarnation} was not up within {self._config.prepare_deadline_s:g} s")
             await asyncio.sleep(POLL_S)
-        link = await RankLink.open(slot, incarnation, address, self._config.name, self._on_event, deadline_s=ANSWER_S)
+        link = await RankLink.open(
+            slot, incarnation, address, self._config.name, self._on_event, deadline_s=ANSWER_S, term=self._term
+        )
         if link.gone:
             raise ElasticError(self._launcher.last_words(f"rank-{slot}.{incarnation}"))
         return link
@@ -138,7 +165,7 @@ class Boots:
             self._launcher.end(started)
         address = socket_path(self._config.root, slot, incarnation)
         for path in (address, unnamed_socket(address)):
-            Path(path).unlink(missing_ok=True)
+            self._launcher.remove(path)
         self._remember(slot, incarnation, None)
 
     def _count(self, slot: int, incarnation: int, why: str) -> None:

@@ -15,6 +15,10 @@ class Launcher(Protocol):
         """Start a rank process that survives its starter. Raises ElasticError when it cannot be started."""
         ...
 
+    def launch_spare(self, number: int) -> Launched:
+        """Start a process that waits to become a rank; as `launch`."""
+        ...
+
     def launch_gateway(self) -> Launched: ...
 
     async def build_tier(self, *, deadline_s: float) -> None:

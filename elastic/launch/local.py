@@ -32,6 +32,11 @@ class LocalLauncher:
             ["elastic.rank", "--run-dir", self._config.run_dir, "--slot", str(slot), "--incarnation", str(incarnation)],
         )
 
+    def launch_spare(self, number: int) -> Launched:
+        return self._spawn(
+            f"spare-{number}", ["elastic.rank", "--run-dir", self._config.run_dir, "--spare", str(number)]
+        )
+
     def launch_gateway(self) -> Launched:
         c = self._config
         return self._spawn(

@@ -1,0 +1,72 @@
+"""The figures of the closed loop and of the rules' cost, from known inputs."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from chaos.closed_loop import FEWEST, MOST, RULES, followed, main, summarise
+from chaos.closed_loop_report import Asked, Moment, Run
+from chaos.load_shape import HIGH, LOW, STRETCHES, Shape
+from chaos.policy_scale import Scale, measure
+from chaos.policy_scale import main as scale_main
+from elastic.errors import ElasticError
+from tests.healer.load_timeline import Timeline
+
+
+def test_the_shape_has_its_peaks_and_ends_without_a_client() -> None:
+    shape = Shape(2.0)
+    assert shape.seconds == 2 * sum(stretch.seconds for stretch in STRETCHES)
+    seen = [shape.clients(second / 10) for second in range(int(shape.seconds * 10) + 20)]
+    assert max(seen) == HIGH
+    assert seen[0] == LOW
+    assert seen[-1] == 0
+    day = next((begin, end) for s, begin, end in shape.spans if s.day)
+    assert shape.clients(sum(day) / 2) == HIGH
+
+
+def test_rank_seconds_and_reversals_are_counted_from_the_sizes() -> None:
+    moments = [Moment(0.0, 3, 2, 2), Moment(10.0, 20, 6, 2), Moment(15.0, 20, 6, 6), Moment(20.0, 3, 2, 2)]
+    asked = [Asked(1.0, "calm", 0.1), Asked(11.0, "ramp", 0.3), Asked(12.0, "ramp", 0.5)]
+    found = summarise(asked, moments)
+    assert found.rank_seconds == 2 * 10 + 2 * 5 + 6 * 5
+    assert (found.changes, found.reversals, found.largest, found.last) == (2, 1, 6, 2)
+    assert found.ttft_p95_by_part_s == {"calm": 0.1, "ramp": 0.5}
+    with pytest.raises(ElasticError, match="nothing was answered"):
+        summarise([], moments)
+
+
+def test_a_size_that_does_not_follow_is_a_problem() -> None:
+    still = [Moment(float(s), 20, FEWEST, FEWEST) for s in range(3)]
+    run = Run(name="x", summary=summarise([Asked(0.0, "calm", 0.1)], still), asked=(), moments=(), problems=())
+    assert followed(run) == (f"at {HIGH} clients no more than {FEWEST} ranks were asked for",)
+
+
+def test_the_rules_of_the_closed_loop_grow_for_all_clients_and_come_back() -> None:
+    spec = {
+        "load": RULES | {"interval": "1s"},
+        "bounds": {"minRanks": FEWEST, "maxRanks": MOST},
+        "target": {"ranks": 2},
+    }
+    events = {
+        0: {"signals": {"waiting": 0, "kvUse": 0.4}},
+        20: {"signals": {"waiting": 12, "kvUse": 1.0}},
+        40: {"signals": {"waiting": 0, "kvUse": 0.1}},
+    }
+    played = Timeline({"spec": spec, "ranks": 2, "boot_s": 3, "events": events, "ends": 120}).play()
+    assert played.target == FEWEST
+    assert max(after for _, _, after in played.changes) >= MOST - 1
+
+
+def test_a_thousand_ranks_cost_a_tenth_of_a_core_at_most(tmp_path: Path) -> None:
+    point = measure(1024, 5)
+    assert point.cpu_percent < 10.0
+    assert scale_main(["--ranks", "50", "--seconds", "2", "--out", str(tmp_path / "s.json")]) == 0
+    assert msgspec.json.decode((tmp_path / "s.json").read_bytes(), type=Scale).points[0].ranks == 50
+    assert "<svg" in (tmp_path / "s.svg").read_text()
+
+
+def test_a_wrong_pace_is_refused() -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--pace", "0"])
+    assert ended.value.code == 2
