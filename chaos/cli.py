@@ -3,6 +3,7 @@
 Exit codes: 0 done; 1 refused, nothing was sent; 2 wrong usage; 3 sent, but the process shows no effect in time.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from chaos import inject
+from chaos import inject, nvml_faults
 from elastic.errors import ElasticError, Retryable
 
 REFUSED = 1
@@ -24,6 +25,8 @@ inject_app = typer.Typer(
     help="Send one fault to chosen ranks.\n\nExample: healer-chaos inject kill --slot 1", no_args_is_help=True
 )
 app.add_typer(inject_app, name="inject")
+inject_app.command("nvml")(nvml_faults.inject_nvml_command)
+app.command("fake-nvml")(nvml_faults.fake_nvml_command)
 
 Slots = Annotated[list[int], typer.Option("--slot", min=0, help="Slot of the rank; may be given more than once.")]
 RunDir = Annotated[
@@ -39,6 +42,7 @@ Armed = Annotated[
 Deadline = Annotated[float, typer.Option(min=0.0, help="Seconds to wait until the process shows the effect.")]
 
 DEFAULT_RUN_DIR = Path("run")
+WITHIN: tuple[inject.FaultName, ...] = ("illegal-address", "misaligned-address", "device-assert", "gpu-memory", "stuck")
 
 
 @inject_app.command("kill")
@@ -84,6 +88,26 @@ def cont(
     Example: healer-chaos inject cont --slot 1
     """
     _run(inject.cont, run_dir, slot, json, armed, deadline_s)
+
+
+@inject_app.command("fault")
+def fault(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(WITHIN)}.")],
+    slot: Slots,
+    run_dir: RunDir = DEFAULT_RUN_DIR,
+    json: Json = False,
+    armed: Armed = False,
+    deadline_s: Deadline = 5.0,
+) -> None:
+    """Have ranks commit a fault themselves: a kernel that faults, GPU memory taken, a stuck thread. Only in a group whose
+    policy says `faultInjection: true`. Nothing takes it back: the daemon replaces the rank.
+
+    Example: healer-chaos inject fault illegal-address --slot 1
+    """
+    known = next((known for known in WITHIN if known == name), None)
+    if known is None:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(WITHIN)}")
+    _run(functools.partial(inject.within, known), run_dir, slot, json, armed, deadline_s)
 
 
 def _run(injector: Injector, run_dir: Path, slots: list[int], json: bool, armed: bool, deadline_s: float) -> None:

@@ -4,13 +4,13 @@ It reports changes only. The daemon's own lateness is not the ranks' silence: `f
 telemetry was lost, so that what the sensor did not hear while nobody listened accuses nobody.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from elastic.controller.records import RankBeat
 from elastic.view import Member
 from healer.clock import Clock
 from healer.evidence import Evidence, RankRef, Severity, What
-from healer.sensors import Scribe, ref
+from healer.sensors import Scribe, SensorState, SensorStatus, Tally, ref
 
 
 class _Track:
@@ -33,12 +33,23 @@ class HeartbeatSensor:
     name = "heartbeats"
 
     def __init__(self, clock: Clock, *, stall_after_s: float, silent_after_s: float) -> None:
-        self.last_contact = clock.monotonic()
-        self._clock = clock
+        self._clock, self._tally = clock, Tally(clock)
+        self._state = SensorState.OFF
         self._thresholds = (stall_after_s, silent_after_s)
         self._scribe = Scribe(self.name, clock)
         self._tracks: dict[RankRef, _Track] = {}
         self._by_slot: dict[int, RankRef] = {}
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """Beats come in by `heard`, in the loop: there is nobody to wake."""
+        self._state = SensorState.STARTING
+
+    async def stop(self) -> None:
+        self._state = SensorState.OFF
+
+    def status(self) -> SensorStatus:
+        quiet = [str(rank) for rank, track in self._tracks.items() if track.silence_said]
+        return self._tally.status(self.name, self._state, f"no beats from {', '.join(quiet)}" if quiet else "")
 
     def watch(self, members: Collection[Member]) -> None:
         now = self._clock.monotonic()
@@ -55,7 +66,9 @@ class HeartbeatSensor:
         track = self._tracks.get(rank)
         if track is None:
             return []
-        self.last_contact = track.last_at = event.at
+        track.last_at = event.at
+        self._tally.read(at=event.at)
+        self._state = SensorState.OK
         beat, found = event.beat, []
         if not track.heard or track.silence_said:
             track.heard, track.silence_said = True, 0

@@ -33,7 +33,7 @@ class Bench:
         self.dossier.extend(found)
 
     def verdicts(self) -> dict[int, tuple[Health, Cause]]:
-        found = diagnose(self.dossier.standing(), self.live, LIMITS, self.clock.now)
+        found = diagnose(self.dossier.standing(self.clock.now), self.live, LIMITS, self.clock.now).ranks
         return {v.rank.slot: (v.health, v.cause) for v in found}
 
 
