@@ -1,0 +1,184 @@
+"""Which rule of a policy answers an event, and why the others do not: for `healer policy explain`.
+
+An event is a list of `key=value`. With a signal of `spec.load` among the keys it is about load, else about a rank.
+"""
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+
+from elastic.errors import ElasticError
+from healer.diagnosis import Cause, Confidence, Health, Verdict
+from healer.evidence import Evidence, RankRef, Severity, What
+from healer.load.decision import ScaleDecision
+from healer.load.engine import Group, ScalerState, Seen, evaluate
+from healer.load.plan import compile_rules
+from healer.load.readings import MISSING, Known, Level
+from healer.policy.rules import Considered, Facts, RuleBook
+from healer.policy.schedules import Calendar
+from healer.policy.schema import Policy
+
+E = TypeVar("E", bound=StrEnum)
+
+RANK_KEYS = {
+    "verdict": "healthy, unhealthy or unknown; default unhealthy",
+    "cause": "such as process-death, hang or xid; default process-death, or xid where xid is given",
+    "confidence": "none, conclusive, quorum or deadline; default conclusive",
+    "slot": "default 0",
+    "host": "",
+    "xid": "its code",
+    "evidence": "kinds, separated by +, such as xid+gpu-lost",
+    "source": "who reports them, separated by +; default one source",
+    "severity": "info, warning or critical; default critical",
+    "failures": "of the slot lately; default 1",
+    "live": "ranks; default target.ranks - 1",
+    "lost": "ranks that are unhealthy now; default 1",
+}
+LOAD_KEYS = {
+    "ranks": "live ranks; default target.ranks",
+    "for": "seconds that it has been so; default 3600",
+    "wall": "",
+}
+
+
+class EventError(ElasticError):
+    """An event that cannot be understood; the message says what was expected."""
+
+
+class Explained(msgspec.Struct, frozen=True):
+    about: str
+    """`rank` or `load`."""
+    rules: tuple[Considered, ...]
+    """Of an event about a rank: every healing rule in order."""
+    ladder: tuple[str, ...]
+    """Actions of the rule that matched."""
+    scaling: ScaleDecision | None
+    """Of an event about load: the decision with every rule's vote."""
+
+
+def explain(policy: Policy, event: str, wall: float) -> Explained:
+    """`event` as "cause=xid,xid=79,slot=3" or "waiting=40,ranks=4". `wall`: seconds since the epoch, for schedules.
+    Raises EventError."""
+    given = _parse(event)
+    signals = policy.spec.load.signals
+    if given.keys() & signals.keys():
+        return _load(policy, given, wall)
+    return _rank(policy, given)
+
+
+def _parse(event: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for part in filter(None, (p.strip() for p in event.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip() or not value.strip():
+            raise EventError(f"--event: {part!r} is not valid, expected key=value, such as cause=process-death")
+        found[key.strip()] = value.strip()
+    if not found:
+        raise EventError("--event: is empty, expected key=value pairs, such as cause=process-death,slot=1")
+    return found
+
+
+def _rank(policy: Policy, given: Mapping[str, str]) -> Explained:
+    signals = policy.spec.load.signals
+    unknown = given.keys() - RANK_KEYS.keys()
+    if unknown:
+        known = ", ".join([*RANK_KEYS, *signals])
+        raise EventError(f"--event: {', '.join(sorted(unknown))}: unknown key, expected one of {known}")
+    xid = _number(given, "xid", 0, int)
+    health = _one_of(given, "verdict", Health, Health.UNHEALTHY)
+    cause = _one_of(given, "cause", Cause, Cause.XID if xid else Cause.PROCESS_DEATH)
+    confidence = _one_of(given, "confidence", Confidence, Confidence.CONCLUSIVE)
+    severity = _one_of(given, "severity", Severity, Severity.CRITICAL)
+    slot = _number(given, "slot", 0, int)
+    kinds = given["evidence"].split("+") if "evidence" in given else ["xid" if xid else "process-state"]
+    sources = given.get("source", "explain").split("+")
+    whats = [_one_of({"evidence": kind}, "evidence", What, What.XID) for kind in kinds]
+    rank, count = RankRef(slot, 0), max(len(whats), len(sources))
+    evidence = tuple(
+        Evidence(
+            source=sources[i % len(sources)],
+            seq=i + 1,
+            subject=rank,
+            what=whats[i % len(whats)],
+            value=xid if whats[i % len(whats)] is What.XID else 0,
+            severity=severity,
+            at=0.0,
+            wall=0.0,
+        )
+        for i in range(count)
+    )
+    verdict = Verdict(
+        subject=rank,
+        health=health,
+        cause=cause,
+        confidence=confidence,
+        evidence=tuple(e.id for e in evidence),
+        since=0.0,
+        sentence="as given",
+        xids=(xid,) if xid else (),
+    )
+    book, ranks = RuleBook(policy), policy.spec.target.ranks
+    facts = Facts(
+        verdict,
+        evidence,
+        0.0,
+        host=given.get("host", ""),
+        labels=book.labels(slot),
+        failures=_number(given, "failures", 1, int),
+        live=_number(given, "live", max(0, ranks - 1), int),
+        target=ranks,
+        lost=_number(given, "lost", 1, int),
+    )
+    told = book.explain(facts)
+    matched = next((one.rule for one in told if one.outcome in ("matched", "waits")), "")
+    ladder = tuple(str(step.action) for step in book.by_name[matched].rule.ladder) if matched else ()
+    return Explained("rank", told, ladder, None)
+
+
+def _load(policy: Policy, given: Mapping[str, str], wall: float) -> Explained:
+    load = policy.spec.load
+    unknown = given.keys() - load.signals.keys() - LOAD_KEYS.keys()
+    if unknown:
+        known = ", ".join([*load.signals, *LOAD_KEYS])
+        raise EventError(f"--event: {', '.join(sorted(unknown))}: unknown key, expected one of {known}")
+    ranks = _number(given, "ranks", policy.spec.target.ranks, int)
+    if ranks < 1:
+        raise EventError(f"--event: ranks={ranks} is not valid, expected at least 1")
+    levels = {name: _level(given, name) for name in load.signals}
+    lasting_s = _number(given, "for", 3600.0, float)
+    wall = _number(given, "wall", wall, float)
+    seen = Seen(Group(ranks, ranks), levels, calendar=Calendar(policy.spec.schedules).at(wall))
+    rules, state = compile_rules(policy), ScalerState()
+    _, state = evaluate(rules, state, seen, 0.0)
+    # as if the size had been the same all the while: what was held back may be done at the end
+    decision, _ = evaluate(rules, msgspec.structs.replace(state, wishes=()), seen, lasting_s)
+    return Explained("load", (), (), decision)
+
+
+def _level(given: Mapping[str, str], name: str) -> Level:
+    text = given.get(name, "missing")
+    if text == "missing":
+        return MISSING
+    return Level(Known.IDLE) if text == "idle" else Level(Known.VALUE, _number(given, name, 0.0, float))
+
+
+N = TypeVar("N", int, float)
+
+
+def _number(given: Mapping[str, str], key: str, default: N, kind: Callable[[str], N]) -> N:
+    try:
+        return kind(given[key]) if key in given else default
+    except ValueError:
+        raise EventError(f"--event: {key}={given[key]} is not valid, expected a number") from None
+
+
+def _one_of(given: Mapping[str, str], key: str, kind: type[E], default: E) -> E:
+    if key not in given:
+        return default
+    try:
+        return kind(given[key])
+    except ValueError:
+        expected = ", ".join(kind)
+        raise EventError(f"--event: {key}={given[key]} is not valid, expected one of {expected}") from None
