@@ -8,7 +8,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Coroutine, Iterable
 
 from elastic import process
@@ -30,11 +29,13 @@ from elastic.controller.records import (
 from elastic.errors import ElasticError, Infeasible
 from elastic.protocol import Counters, Heartbeat, Loaded, Source
 from elastic.view import Member
+from healer.clock import Clock, SystemClock
 
 
 class ScriptedExecutor:
     def __init__(self, config: GroupConfig, on_event: Callable[[Event], None]) -> None:
         self.config, self.on_event = config, on_event
+        self.clock: Clock = SystemClock()
         self.calls: list[tuple[str, tuple[int, ...], str]] = []
         self.fails_to_boot: dict[int, int] = {}
         """By slot: how many more replacements fail for good."""
@@ -95,7 +96,7 @@ class ScriptedExecutor:
         if not replace:
             self._target = tuple(s for s in self._target if s not in slots)
         # reported from within the call, as the interface allows
-        self.on_event(PhaseBegan("loss", "release", self._epoch, slots, time.monotonic()))
+        self.on_event(PhaseBegan("loss", "release", self._epoch, slots, self.clock.monotonic()))
         self._spawn(self._heal(slots, cause, detected))
 
     def scale(self, target: int | Iterable[int], *, reason: str) -> tuple[int, ...]:
@@ -147,7 +148,7 @@ class ScriptedExecutor:
     def _gone(self, member: Member) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfds[member.pid])
         state = process.state(member.pid, member.pid_start)
-        self.on_event(RankGone(member, "socket", state, time.monotonic()))
+        self.on_event(RankGone(member, "socket", state, self.clock.monotonic()))
 
     async def _beat(self) -> None:
         round_ = 0
@@ -160,7 +161,7 @@ class ScriptedExecutor:
                         round=round_, phase="serving", epoch=self._epoch, idle=self.idle, waiting_on=waits,
                         counters=Counters(), waiting=0, running=0,
                     )  # fmt: skip
-                    self.on_event(RankBeat(member, beat, time.monotonic()))
+                    self.on_event(RankBeat(member, beat, self.clock.monotonic()))
             await asyncio.sleep(self.config.heartbeat_s)
 
     async def _heal(self, slots: tuple[int, ...], cause: str, detected: float) -> None:
@@ -177,14 +178,14 @@ class ScriptedExecutor:
         for slot in sorted(set(self._live) - set(self._target)):
             member = self._live.pop(slot)
             process.send_signal(member.pid, member.pid_start, signal.SIGKILL)
-            self._report("retire", (slot,), "not in the target", time.monotonic(), {})
+            self._report("retire", (slot,), "not in the target", self.clock.monotonic(), {})
         for slot in sorted(set(self._target) - set(self._live) - self._quarantined):
             if self.fails_to_boot.get(slot, 0) > 0:
                 self.fails_to_boot[slot] -= 1
                 self._quarantined.add(slot)
-                self.on_event(BootFailed(slot, 1, "ended with exit code 1", 3, True, time.monotonic()))
+                self.on_event(BootFailed(slot, 1, "ended with exit code 1", 3, True, self.clock.monotonic()))
             else:
-                began = time.monotonic()
+                began = self.clock.monotonic()
                 self._live[slot] = self._launch(slot)
                 self._report("join", (slot,), "refill", began, {})
 
@@ -192,7 +193,7 @@ class ScriptedExecutor:
         self, kind: SequenceKind, slots: tuple[int, ...], why: str, began: float, pause_s: dict[int, float]
     ) -> None:
         self._epoch += 1
-        now = time.monotonic()
+        now = self.clock.monotonic()
         self.on_event(
             SequenceEnded(
                 SequenceReport(

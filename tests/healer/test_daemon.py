@@ -292,6 +292,26 @@ def test_sigterm_leaves_the_ranks_alone_and_the_history_readable(fresh: Daemon) 
     assert {"daemon.listening", "target.started", "decision", "incident.closed", "daemon.ended"} <= set(events)
 
 
+def test_a_recorded_run_can_be_judged_again_and_the_sensors_tell_how_they_are(fresh: Daemon) -> None:
+    trace = fresh.folder / "trace.jsonl"
+    fresh.start("--record", str(trace))
+    fresh.kill_and_heal(2)
+    sensors = json.loads(fresh.cli("sensors", "--json").stdout)
+    by_name = {s["name"]: s for s in sensors}
+    assert by_name["heartbeats"]["state"] == "ok"
+    assert by_name["heartbeats"]["readings"] > 10
+    assert {"liveness", "processes", "stragglers", "nvml"} <= by_name.keys()
+    shown = fresh.cli("sensors").stdout
+    assert "heartbeats" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    assert fresh.process is not None
+    fresh.process.send_signal(signal.SIGTERM)
+    assert fresh.process.wait(30) == 0
+    judged = json.loads(healer("diagnose", str(trace), "--json").stdout)
+    assert [(one["cause"], one["slots"]) for one in judged["incidents"]] == [("process-death", [2])]
+    assert judged["incidents"][0]["closed_at"] is not None
+
+
 def test_stop_ends_the_ranks_and_the_daemon(fresh: Daemon) -> None:
     fresh.start()
     pids = [fresh.pid(slot) for slot in range(4)]

@@ -20,7 +20,7 @@ def policy(rules: str = "[{name: all, actions: [replace, scale-down, human]}]", 
 
 def verdict(slot: int, health: Health = Health.HEALTHY, cause: Cause = Cause.NONE) -> Verdict:
     return Verdict(
-        rank=rank(slot),
+        subject=rank(slot),
         health=health,
         cause=cause,
         confidence=Confidence.NONE,

@@ -15,7 +15,7 @@ def judge(*evidence: Evidence, live: tuple[RankRef, ...] = FOUR, now: float = 10
     note, dossier = Notes(), Dossier()
     dossier.extend(note(r.slot, What.BEAT_HEARD, at=0.0) for r in live)
     dossier.extend(evidence)
-    return {v.rank.slot: v for v in diagnose(dossier.standing(), live, LIMITS, now)}
+    return {v.rank.slot: v for v in diagnose(dossier.standing(now), live, LIMITS, now).ranks}
 
 
 def sick(verdicts: dict[int, Verdict]) -> dict[int, Cause]:
@@ -184,14 +184,16 @@ def test_a_peer_fault_seen_by_one_rank_condemns_nobody_and_ages_out() -> None:
 
 
 def test_a_rank_that_was_never_heard_is_unknown_and_not_healthy() -> None:
-    (verdict,) = diagnose((), (rank(0),), LIMITS, 0.0)
+    (verdict,) = diagnose((), (rank(0),), LIMITS, 0.0).ranks
     assert (verdict.health, verdict.cause) == (Health.UNKNOWN, Cause.UNHEARD)
 
 
 def test_evidence_about_an_earlier_incarnation_does_not_touch_its_replacement() -> None:
     note = Notes()
     heard = msgspec.structs.replace(note(1, What.BEAT_HEARD), subject=rank(1, 1))
-    verdicts = diagnose((note(1, What.PROCESS_STATE, "Z"), heard), (rank(1, 1),), LIMITS, 100.0)
+    dossier = Dossier()
+    dossier.extend((note(1, What.PROCESS_STATE, "Z"), heard))
+    verdicts = diagnose(dossier.standing(100.0), (rank(1, 1),), LIMITS, 100.0).ranks
     assert [v.health for v in verdicts] == [Health.HEALTHY]
 
 

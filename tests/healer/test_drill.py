@@ -18,7 +18,7 @@ FAULT_AT = 100.0
 
 
 def entry(kind: str, body: object) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(msgspec.json.encode({"kind": kind, "body": body}))
+    found: dict[str, Any] = json.loads(msgspec.json.encode({"kind": kind, "monotonic": 100.0025, "body": body}))
     return found
 
 
@@ -63,6 +63,7 @@ def test_the_moments_count_from_the_fault_and_the_longest_pause_of_each_survivor
     healing = drill.healing_of(SUMMARY, [entry("verdict", {"verdict": VERDICT}), LOSS, JOIN], FAULT_AT)
     assert healing.evidence == VERDICT["sentence"]
     assert healing.detect_s == pytest.approx(0.002)
+    assert healing.verdict_s == pytest.approx(0.0025)
     assert healing.coverage_s == pytest.approx(0.03)
     assert healing.capacity_s == pytest.approx(2.3)
     assert healing.pause_s == {0: 0.03, 2: 0.08}
