@@ -166,23 +166,3 @@ def _tile_width(width: int, experts: int) -> int:
 
 def _walkers(room: int) -> int:
     return min(WALKERS, -(-room // TILE_ROWS))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _gather(  # type: ignore[no-untyped-def]
-    table,
-    WORDS: tl.constexpr,  # noqa: N803
-) -> None:
-    """One row of `table` for each program: address to, address from, bytes; in words of 8 bytes."""
-    row = table + 3 * tl.program_id(0).to(tl.int64)
-    to = tl.multiple_of(tl.load(row), 16).to(tl.pointer_type(tl.int64))
-    source = tl.multiple_of(tl.load(row + 1), 16).to(tl.pointer_type(tl.int64))
-    at = tl.arange(0, WORDS)
-    mask = at < tl.load(row + 2) // 8
-    tl.store(to + at, tl.load(source + at, mask=mask), mask=mask)
-
-
-def gather(table: torch.Tensor, chunk_bytes: int) -> None:
-    """Copy pieces of memory: `table` [pieces, 3] int64 on the GPU, rows (to, from, bytes), each a multiple of 16, bytes at
-    most `chunk_bytes`, a power of two. Addresses of pinned host memory are as good as the GPU's own."""
-    _gather[(table.shape[0],)](table, WORDS=chunk_bytes // 8, num_warps=8)

@@ -107,7 +107,7 @@ class Weights:
         if not from_peer:
             if self._tier is not None:
                 copying = time.monotonic()
-                self._copier.run([(arena.flat, self._tier.dense())], pinned=self._tier.pinned)
+                self._copier.run([(arena.flat, self._tier.dense())])
                 self._tell_rate("dense weights", arena.flat.numel(), time.monotonic() - copying)
             else:
                 self._checkpoint.load_dense(arena)
@@ -149,7 +149,7 @@ class Weights:
                 self._published.clear(move.layer, move.index)
             if tier is not None:
                 pairs = [pair for move in part for pair in self._from_tier(tier, move)]
-                self._copier.run(pairs, pinned=tier.pinned)
+                self._copier.run(pairs)
             else:
                 to = (experts.w13[part[0].layer, part[0].index], experts.w2[part[0].layer, part[0].index])
                 self._checkpoint.load_expert(part[0].layer, part[0].expert, *to)

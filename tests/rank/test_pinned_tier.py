@@ -1,5 +1,6 @@
 """The host tier for a GPU's copy engines, with a driver that only notes what it is told."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from elastic.errors import ElasticError
 from elastic.rank import tier as tier_module
 from elastic.rank.architecture import read_architecture
-from elastic.rank.copies import Copier, share
+from elastic.rank.copies import MAX_RUN_BYTES, Copier, runs, share
 from elastic.rank.device import CPU, Device
 from elastic.rank.pinned import REGISTER_PORTABLE, REGISTER_READ_ONLY, map_pinned
 from elastic.rank.tier import HostTier, build
@@ -150,3 +151,35 @@ def test_a_copy_is_whole_when_the_call_returns() -> None:
     to, source = torch.zeros(4, 5), torch.rand(4, 5)
     Copier(torch.device("cpu")).run([(to, source)])
     assert torch.equal(to, source)
+
+
+@given(
+    places=st.lists(st.integers(0, 60), min_size=1, max_size=30, unique=True),
+    sources=st.data(),
+    sizes=st.lists(st.sampled_from([1, 2, 3]), min_size=30, max_size=30),
+)
+def test_runs_of_copies_move_exactly_the_bytes_that_single_copies_would(
+    places: list[int], sources: st.DataObject, sizes: list[int]
+) -> None:
+    froms = sources.draw(st.lists(st.integers(0, 60), min_size=len(places), max_size=len(places)))
+    store, by_one, by_runs = torch.rand(64, 4), torch.zeros(64, 4), torch.zeros(64, 4)
+    for target in (by_one, by_runs):
+        pairs = [
+            (target[to].view(-1)[:size], store[at].view(-1)[:size])
+            for to, at, size in zip(places, froms, sizes, strict=False)
+        ]
+        if target is by_one:
+            for to, source in pairs:
+                to.copy_(source)
+            continue
+        for run in runs(pairs):
+            for row in range(run.rows):
+                ctypes.memmove(run.to + row * run.to_step, run.source + row * run.source_step, run.size)
+    assert torch.equal(by_one, by_runs)
+
+
+def test_the_tensors_of_neighbouring_experts_are_one_copy_and_no_copy_is_too_long_for_the_other_streams() -> None:
+    tier, buffers = torch.zeros(64, 3, 1 << 18), torch.zeros(64, 1 << 18)  # a MiB each
+    found = runs([(buffers[e], tier[e, 1]) for e in range(64)])
+    assert [run.rows for run in found] == [MAX_RUN_BYTES >> 20] * (64 // (MAX_RUN_BYTES >> 20))
+    assert {(run.to_step, run.source_step) for run in found} == {(1 << 20, 3 << 20)}
