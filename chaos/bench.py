@@ -22,8 +22,8 @@ import msgspec
 import psutil
 from rich.console import Console
 
-from chaos import inject
-from chaos.bench_report import Bench, Quiet, Sample, quantile, show, summarise
+from chaos import inject, sensor_bench
+from chaos.bench_report import Bench, Quiet, Sample, SensorTimes, quantile, show, summarise
 from chaos.machine import machine, versions
 from elastic.client import Answer, Tokens, Traffic, random_prompts, stream
 from elastic.errors import ElasticError
@@ -47,6 +47,8 @@ class Options(msgspec.Struct, frozen=True):
     signal: Signal
     seed: int
     redundancy: int
+    sensors: int
+    """GPU faults of each kind that are played to the sensors."""
     rest_s: float
     """How long the daemon is watched at rest."""
     out: Path
@@ -130,6 +132,7 @@ class Run:
         return Sample(
             slot=slot,
             detect_s=healing.detect_s,
+            verdict_s=healing.verdict_s,
             pause_s=max(healing.pause_s.values(), default=0.0),
             pauses_s=healing.pause_s,
             coverage_s=healing.coverage_s,
@@ -204,6 +207,16 @@ def _wrong(answers: Sequence[Answer], want: Tokens) -> list[str]:
     return drill.wrong(answers, [want] * len(answers))
 
 
+async def _sensors(count: int, out: Console) -> SensorTimes:
+    """Where there is no C compiler the stand-in for NVML cannot be built: said, and left out."""
+    out.print("faults of GPUs, played to the sensors")
+    try:
+        return await sensor_bench.measure(count)
+    except ElasticError as error:
+        out.print(f"  not measured: {error}")
+        return SensorTimes()
+
+
 async def _bench(options: Options, out: Console) -> int:
     facts, began = machine(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     target = {
@@ -221,6 +234,7 @@ async def _bench(options: Options, out: Console) -> int:
         samples = await deployment.watched(run.faults())
         quiet = await run.quiet()
         await deployment.stop()
+        sensors = await _sensors(options.sensors, out)
         keep = any(s.problems for s in samples)
     except Exception:
         keep = True
@@ -236,7 +250,8 @@ async def _bench(options: Options, out: Console) -> int:
         load_after=os.getloadavg(),
         options={"kills": options.kills, "signal": options.signal, "seed": options.seed},
         config=target | {"requests": REQUESTS, "tokens": TOKENS},
-        summary=summarise(samples, quiet),
+        summary=summarise(samples, quiet, sensors),
+        sensors=sensors,
         quiet=quiet,
         samples=samples,
         problems=tuple(p for s in samples for p in s.problems),
@@ -284,8 +299,11 @@ def _options(arguments: Sequence[str] | None) -> Options:
         help="seconds that the daemon is watched at rest; default: %(default)g",
     )
     parser.add_argument("--out", type=Path, default=Path("docs/results/bench-cpu.json"), help="default: %(default)s")
+    parser.add_argument(
+        "--sensors", type=_count, default=20, metavar="N", help="GPU faults of each kind; default: %(default)s"
+    )
     given = parser.parse_args(arguments)
-    return Options(given.kills, given.signal, given.seed, given.redundancy, given.rest, given.out)
+    return Options(given.kills, given.signal, given.seed, given.redundancy, given.sensors, given.rest, given.out)
 
 
 def _seconds(text: str) -> float:

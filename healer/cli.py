@@ -11,6 +11,7 @@ import typer
 
 from elastic.errors import ElasticError
 from healer import __version__
+from healer.policy.cli import policy_app
 
 if TYPE_CHECKING:
     from healer.client import Client
@@ -26,8 +27,8 @@ class Exit(IntEnum):
 
 
 _EPILOG = (
-    "Exit codes: 0 all is well; 1 an error, told in one message; 2 wrong usage; 3 `status` only: the group serves but is "
-    "not as it should be. Example: healer run --policy policies/default.yaml"
+    "Exit codes: 0 all is well; 1 an error, told in one message; 2 wrong usage; 3 from `status`: the group is not "
+    "as it should be, from `scan`: this host is not known to be healthy. Example: healer run --policy policies/default.yaml"
 )
 
 app = typer.Typer(
@@ -38,7 +39,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-policy_app = typer.Typer(no_args_is_help=True, help="Work with policy files.")
 app.add_typer(policy_app, name="policy")
 
 PolicyOption = Annotated[Path | None, typer.Option("--policy", "-p", help="The policy file that the daemon runs.")]
@@ -78,13 +78,16 @@ def run(
     policy: Annotated[Path, typer.Option("--policy", "-p", help="The policy file.")],
     log_format: Annotated[Format, typer.Option(help="How log lines on stderr look.")] = Format.CONSOLE,
     log_level: Annotated[Level, typer.Option(help="The least important line to log.")] = Level.INFO,
+    record: Annotated[
+        Path | None, typer.Option(help="Keep a trace of all evidence in this file; `healer diagnose` reads it.")
+    ] = None,
 ) -> None:
     """Run the daemon in the foreground. SIGTERM ends it and leaves serving untouched; `healer stop` ends both."""
     from healer import daemon, logs
     from healer.policy.load import load_policy
 
     logs.configure(log_format.value, log_level.value)
-    daemon.run(load_policy(policy))
+    daemon.run(load_policy(policy), record=record)
 
 
 @app.command(epilog="Example: healer status --policy policies/default.yaml --json")
@@ -98,6 +101,56 @@ def status(policy: PolicyOption = None, run_dir: RunDirOption = None, as_json: J
 
         show_status(console(), found)
     raise typer.Exit(Exit.OK if found["state"] == "ok" else Exit.DEGRADED)
+
+
+@app.command(epilog="Example: healer sensors --policy policies/default.yaml")
+def sensors(policy: PolicyOption = None, run_dir: RunDirOption = None, as_json: JsonOption = False) -> None:
+    """Show the sensors: whether they see, since when, and what they cost. Without --policy and --run-dir: those of this host,
+    started for a moment."""
+    if policy is None and run_dir is None:
+        found = _scan(10.0)["sensors"]
+    else:
+        found = _client(policy, run_dir).get("/status")["sensors"]
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        from healer.tables import console, show_sensors
+
+        show_sensors(console(), found)
+
+
+@app.command(epilog="Example: healer scan --json")
+def scan(
+    as_json: JsonOption = False,
+    deadline: Annotated[float, typer.Option(help="Seconds to wait for readings at most.", min=0.1)] = 15.0,
+) -> None:
+    """Read every sensor of this host once and judge, without a policy. Exit code 3: not healthy, or not known to be."""
+    found = _scan(deadline)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        from healer.tables import console, show_scan
+
+        show_scan(console(), found)
+    raise typer.Exit(Exit.OK if found["health"] == "healthy" else Exit.DEGRADED)
+
+
+@app.command(epilog="Example: healer diagnose trace.jsonl --json")
+def diagnose(
+    trace: Annotated[Path, typer.Argument(help="A file that `healer run --record` has written.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Judge a recorded trace again: which verdict changed when and why, and the incidents with their causes."""
+    from healer.replay import replayed
+    from healer.trace import Trace
+
+    found = replayed(Trace(trace))
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        from healer.tables import console, show_diagnosis
+
+        show_diagnosis(console(), found)
 
 
 @app.command(epilog="Example: healer history inc-3 --policy policies/default.yaml")
@@ -178,30 +231,6 @@ def demo(context: typer.Context) -> None:
     raise typer.Exit(demo_main(context.args))
 
 
-@policy_app.command(epilog="Example: healer policy check policies/default.yaml")
-def check(file: Annotated[Path, typer.Argument(help="The policy file.")], as_json: JsonOption = False) -> None:
-    """Check a policy file, and its sizes against the model where the checkpoint is on this machine."""
-    from elastic.config import read_model_shape
-    from healer.policy.load import PolicyError, load_policy
-
-    try:
-        policy = load_policy(file)
-        local = Path(policy.spec.target.checkpoint).is_dir()
-        if local:
-            policy.group().validate(read_model_shape(policy.spec.target.checkpoint))
-    except ElasticError as error:
-        if not as_json:
-            raise
-        problems = error.problems if isinstance(error, PolicyError) else (str(error),)
-        typer.echo(json.dumps({"ok": False, "problems": problems}, indent=1))
-        raise typer.Exit(Exit.ERROR) from None
-    if as_json:
-        typer.echo(json.dumps({"ok": True, "problems": [], "model_checked": local}, indent=1))
-        return
-    note = "" if local else " (its checkpoint is not on this machine: sizes were not checked against the model)"
-    typer.echo(f"{file}: policy {policy.metadata.name} is valid{note}")
-
-
 def _run_dir(policy: Path | None, run_dir: Path | None) -> Path:
     if run_dir is not None:
         return run_dir
@@ -217,6 +246,24 @@ def _client(policy: Path | None, run_dir: Path | None) -> "Client":
     from healer.client import Client
 
     return Client(place)
+
+
+def _scan(deadline_s: float) -> dict[str, Any]:
+    import asyncio
+
+    import msgspec
+    from rich.console import Console
+
+    from healer.clock import SystemClock
+    from healer.machine import this_machine
+    from healer.scan import scan as scan_once
+
+    clock = SystemClock()
+    with Console(stderr=True).status("starting the sensors") as line:
+        found: dict[str, Any] = msgspec.to_builtins(
+            asyncio.run(scan_once(this_machine(clock), clock, deadline_s, line.update))
+        )
+    return found
 
 
 def _history(run_dir: Path, incident: str | None) -> Any:

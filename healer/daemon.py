@@ -22,9 +22,11 @@ from healer import __version__
 from healer.api import Server, listen, make_app, read_token
 from healer.clock import SystemClock
 from healer.journal import Journal
+from healer.machine import this_machine
 from healer.policy.schema import Policy
 from healer.supervisor import Supervisor
 from healer.targets import Target
+from healer.trace import Recorder
 
 log = structlog.get_logger("healer")
 
@@ -71,12 +73,13 @@ def embedded(policy: Policy, on_event: Callable[[Event], None]) -> Target:
     return EmbeddedTarget(policy.group(), on_event, observe_only=policy.spec.dry_run)
 
 
-def run(policy: Policy, make_target: TargetMaker = embedded) -> None:
-    """Until SIGTERM or SIGINT (serving goes on) or POST /stop (serving ends). Raises ElasticError when it cannot start."""
-    asyncio.run(_run(policy, make_target))
+def run(policy: Policy, make_target: TargetMaker = embedded, *, record: Path | None = None) -> None:
+    """Until SIGTERM or SIGINT (serving goes on) or POST /stop (serving ends). `record`: where to keep a trace. Raises
+    ElasticError when it cannot start."""
+    asyncio.run(_run(policy, make_target, record))
 
 
-async def _run(policy: Policy, make_target: TargetMaker) -> None:
+async def _run(policy: Policy, make_target: TargetMaker, record: Path | None) -> None:
     run_dir, clock = Path(policy.spec.target.run_dir), SystemClock()
     api = policy.spec.api
     token = read_token(api.token_file)
@@ -85,7 +88,14 @@ async def _run(policy: Policy, make_target: TargetMaker) -> None:
         if journal.set_aside is not None:
             log.warning("journal.set_aside", damaged=str(journal.set_aside), path=str(journal.path))
         with contextlib.closing(journal):
-            supervisor = Supervisor(policy, lambda on_event: make_target(policy, on_event), journal, clock)
+            supervisor = Supervisor(
+                policy,
+                lambda on_event: make_target(policy, on_event),
+                journal,
+                clock,
+                machine=this_machine(clock, policy.spec.sensors, run_dir),
+                recorder=Recorder(record, policy.limits) if record is not None else None,
+            )
             with _published(policy, run_dir, sock), _signals(supervisor):
                 await _serve(supervisor, make_app(supervisor, token), sock)
 

@@ -41,6 +41,9 @@ class Healing(msgspec.Struct, frozen=True, kw_only=True):
     evidence: str
     """The sentence of the verdict that the first decision was made on."""
     detect_s: float
+    """When the evidence was seen that condemned the rank."""
+    verdict_s: float
+    """When the verdict was given on it."""
     coverage_s: float
     """When every survivor had committed a step again with every expert covered."""
     capacity_s: float
@@ -58,13 +61,14 @@ class Healing(msgspec.Struct, frozen=True, kw_only=True):
 def healing_of(summary: dict[str, Any], entries: Iterable[dict[str, Any]], fault_at: float) -> Healing:
     """Read a healed incident, as `/history/{incident}` answers. Raises ElasticError where no commit covers the experts or
     no replacement joined."""
-    reports, evidence, detected = [], "", 0.0
+    reports, evidence, detected, judged = [], "", 0.0, 0.0
     for entry in entries:
         body = entry["body"]
         if "report" in body:
             reports.append(msgspec.convert(body["report"], SequenceReport, str_keys=True))
         elif entry["kind"] == "verdict" and body["verdict"]["health"] == "unhealthy" and not evidence:
             evidence, detected = body["verdict"]["sentence"], body["verdict"]["since"]
+            judged = entry["monotonic"]
     done = [r for r in reports if r.outcome == "committed"]
     commits = [r for r in done if any(p.name == "commit" for p in r.phases)]
     joins = [r for r in done if r.kind in ("join", "form")]
@@ -79,6 +83,7 @@ def healing_of(summary: dict[str, Any], entries: Iterable[dict[str, Any]], fault
         cause=", ".join(summary["causes"]),
         evidence=evidence,
         detect_s=detected - fault_at,
+        verdict_s=judged - fault_at,
         coverage_s=_end_of(commits[0]) - fault_at,
         capacity_s=_end_of(joins[-1]) - fault_at,
         pause_s=_longest(r.pause_s for r in reports),

@@ -7,7 +7,7 @@ import msgspec
 
 from healer.journal import Entry, Kind
 
-OPENED, CLOSED = "incident-opened", "incident-closed"
+OPENED, REFINED, CLOSED = "incident-opened", "incident-refined", "incident-closed"
 
 
 class IncidentSummary(msgspec.Struct, kw_only=True):
@@ -16,6 +16,7 @@ class IncidentSummary(msgspec.Struct, kw_only=True):
     closed_wall: float | None = None
     """None while it is open."""
     causes: tuple[str, ...] = ()
+    """The root first, once it is known."""
     slots: tuple[int, ...] = ()
     outcome: str = "open"
     """"healed", "reduced" (smaller than before), or "open"."""
@@ -41,8 +42,12 @@ def summarise(entries: Iterable[Entry]) -> list[IncidentSummary]:
             incident = found[entry.incident] = IncidentSummary(id=entry.incident, opened_wall=entry.wall)
         body = entry.body
         if entry.kind == Kind.VERDICT and body["verdict"]["health"] == "unhealthy":
-            incident.causes = _union(incident.causes, body["verdict"]["cause"])
-            incident.slots = tuple(sorted({*incident.slots, body["verdict"]["rank"]["slot"]}))
+            subject = body["verdict"]["subject"]
+            if subject["kind"] == "rank":
+                # the same rank judged again, with more evidence: the later word is the root
+                again = subject["slot"] in incident.slots and incident.outcome == "open"
+                incident.causes = (_rooted if again else _union)(incident.causes, body["verdict"]["cause"])
+                incident.slots = tuple(sorted({*incident.slots, subject["slot"]}))
         elif entry.kind == Kind.DECISION and (body["step"] != "none" or body["reason"] == "executor"):
             incident.sentence = body["sentence"]
             if body["reason"] == "executor":
@@ -53,6 +58,8 @@ def summarise(entries: Iterable[Entry]) -> list[IncidentSummary]:
         elif entry.kind == Kind.LIFECYCLE and body["event"] == OPENED:
             incident.causes = _union(incident.causes, body["cause"])
             incident.slots = tuple(sorted({*incident.slots, *body["slots"]}))
+        elif entry.kind == Kind.LIFECYCLE and body["event"] == REFINED:
+            incident.causes = _rooted(incident.causes, body["cause"])
         elif entry.kind == Kind.LIFECYCLE and body["event"] == CLOSED:
             incident.closed_wall = entry.wall
             incident.outcome, incident.capacity_s = body["outcome"], body["open_s"]
@@ -61,6 +68,10 @@ def summarise(entries: Iterable[Entry]) -> list[IncidentSummary]:
 
 def _union(known: tuple[str, ...], more: str) -> tuple[str, ...]:
     return known if more in known else (*known, more)
+
+
+def _rooted(known: tuple[str, ...], root: str) -> tuple[str, ...]:
+    return (root, *(cause for cause in known if cause != root))
 
 
 def _add_report(incident: IncidentSummary, report: dict[str, Any]) -> None:

@@ -1,15 +1,29 @@
 """Prometheus metrics of the daemon (`healer_*`) and of the group (`elastic_*`), in a registry of their own."""
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
-from elastic.controller.records import GroupStatus, SequenceReport
+from elastic.controller.records import Outcome, SequenceKind, SequenceReport
 from healer import __version__
+from healer.diagnosis import Cause, Health
+from healer.evidence import Evidence, GpuRef, RankRef, Subject, What
+from healer.policy.decide import Reason, Step
+from healer.sensors import SensorState
+
+if TYPE_CHECKING:
+    from healer.status import DaemonStatus
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+
+class Observed(Protocol):
+    """What the metrics read at each scrape."""
+
+    def status(self) -> "DaemonStatus": ...
 
 
 class Metrics:
@@ -17,7 +31,7 @@ class Metrics:
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, observe: Callable[[], GroupStatus], journal_entries: Callable[[], int]) -> None:
+    def __init__(self, daemon: Observed, journal_entries: Callable[[], int]) -> None:
         registry = self._registry = CollectorRegistry()
         build = Gauge("healer_build_info", "Always 1; the version is a label.", ["version"], registry=registry)
         build.labels(__version__).set(1)
@@ -62,7 +76,40 @@ class Metrics:
         self._moved = Counter(
             "elastic_moved_bytes", "Weights moved, by the source they came from.", ["source"], registry=registry
         )
-        registry.register(_GroupCollector(observe))
+        self._xids = Counter(
+            "healer_xids", "XIDs seen, by GPU, code and source.", ["gpu", "code", "source"], registry=registry
+        )
+        self._xid_seen = Gauge(
+            "healer_xid_last_seen_seconds",
+            "When the newest XID was seen, in seconds since the epoch.",
+            ["gpu", "code"],
+            registry=registry,
+        )
+        self._name_labels()
+        registry.register(_GroupCollector(daemon))
+        registry.register(_HealthCollector(daemon))
+
+    def _name_labels(self) -> None:
+        """Series that exist from the start, at 0: a rate over one that appears with its first event misses that event."""
+        for cause in Cause:
+            self.incidents.labels(cause)
+        for reason in Reason:
+            self.decisions.labels(Step.HUMAN, reason)
+        for where in ("event", "round", "journal", "sensor"):
+            self.errors.labels(where)
+        for kind in get_args(SequenceKind):
+            self._pause.labels(kind)
+            for outcome in get_args(Outcome):
+                self._sequences.labels(kind, outcome)
+        for source in ("peer", "host", "disk"):
+            self._moved.labels(source)
+
+    def saw(self, evidence: Evidence) -> None:
+        self.evidence.labels(evidence.source, evidence.what).inc()
+        if evidence.what == What.XID:
+            gpu, code = label_of(evidence.subject), str(evidence.value)
+            self._xids.labels(gpu, code, evidence.source).inc()
+            self._xid_seen.labels(gpu, code).set(evidence.wall)
 
     def sequence_ended(self, report: SequenceReport) -> None:
         self._sequences.labels(report.kind, report.outcome).inc()
@@ -79,18 +126,75 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _GroupCollector:
-    def __init__(self, observe: Callable[[], GroupStatus]) -> None:
-        self._observe = observe
+def label_of(subject: Subject) -> str:
+    """A subject as a label: the slot, the GPU's UUID (or its address, while that is all that is known), the host's name."""
+    if isinstance(subject, RankRef):
+        return str(subject.slot)
+    return subject.uuid or subject.pci if isinstance(subject, GpuRef) else subject.name
+
+
+class _HealthCollector:
+    """What the daemon thinks of each rank, GPU and host, and how its sensors are."""
+
+    def __init__(self, daemon: Observed) -> None:
+        self._daemon = daemon
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: the group need not exist yet when the collector is registered."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        status = self._observe()
+        status = self._daemon.status()
+        health = GaugeMetricFamily(
+            "healer_health", "1 for the health that the subject is in, 0 for the others.",
+            labels=["kind", "subject", "health"],
+        )  # fmt: skip
+        for kind, verdicts in (("rank", status.verdicts), ("gpu", status.gpus), ("host", status.hosts)):
+            for verdict in verdicts:
+                for state in Health:
+                    health.add_metric([kind, label_of(verdict.subject), state], float(verdict.health == state))
+        yield health
+        up = GaugeMetricFamily(
+            "healer_sensor_up", "1 while the sensor sees; 0 when it is blind or silent.", labels=["sensor"]
+        )
+        age = GaugeMetricFamily(
+            "healer_sensor_age_seconds", "Since the sensor's last reading that worked.", labels=["sensor"]
+        )
+        cpu = CounterMetricFamily("healer_sensor_cpu_seconds", "Processor time of the sensor.", labels=["sensor"])
+        readings = CounterMetricFamily("healer_sensor_readings", "Readings that worked.", labels=["sensor"])
+        for sensor in status.sensors:
+            if sensor.state == SensorState.OFF:
+                continue
+            up.add_metric([sensor.name], float(sensor.state not in (SensorState.BLIND, SensorState.SILENT)))
+            age.add_metric([sensor.name], sensor.age_s)
+            cpu.add_metric([sensor.name], sensor.cost.cpu_s)
+            readings.add_metric([sensor.name], sensor.readings)
+        yield from (up, age, cpu, readings)
+        if status.scaling is not None:
+            level = GaugeMetricFamily("healer_load_signal", "Load over the group, by signal.", labels=["signal"])
+            for name, value in status.scaling.signals.items():
+                level.add_metric([name], value)
+            missing = GaugeMetricFamily("healer_load_signal_missing", "1: nobody told in time.", labels=["signal"])
+            for name in status.scaling.missing:
+                missing.add_metric([name], 1.0)
+            yield from (level, missing)
+            text = "Ranks that the load rules want, before windows, rates and bounds."
+            yield GaugeMetricFamily("healer_load_wanted_ranks", text, value=status.scaling.wanted)
+
+
+class _GroupCollector:
+    def __init__(self, daemon: Observed) -> None:
+        self._daemon = daemon
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: the group need not exist yet when the collector is registered."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        found = self._daemon.status()
+        status = found.group
         for name, text, value in (
-            ("elastic_live_ranks", "Ranks that serve.", len(status.live)),
+            ("elastic_live_ranks", "Ranks that serve.", len(found.live)),
             ("elastic_target_ranks", "Ranks that should serve.", len(status.target)),
             ("elastic_max_ranks", "Slots of the group.", status.max_ranks),
             ("elastic_epoch", "Membership epoch.", status.epoch),

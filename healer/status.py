@@ -7,17 +7,13 @@ import msgspec
 
 from elastic.controller.records import GroupStatus
 from healer.casebook import OpenIncident
-from healer.diagnosis import Health, Verdict
+from healer.diagnosis import Cause, Health, Verdict
+from healer.sensors import SensorStatus
+from healer.trace import Placed
 
 DaemonState = Literal["starting", "ok", "degraded", "stopping"]
-"""degraded: an incident is open, a rank is not known to be healthy, the group is not at its target, or the journal cannot
-be written."""
-
-
-class SensorStatus(msgspec.Struct, frozen=True):
-    name: str
-    age_s: float
-    """Since its last reading that worked."""
+"""degraded: an incident is open, a rank, a GPU in use or the host is not known to be healthy, the group is not at its target,
+clients are not served, or the journal cannot be written."""
 
 
 class JournalStatus(msgspec.Struct, frozen=True):
@@ -27,6 +23,21 @@ class JournalStatus(msgspec.Struct, frozen=True):
     """Why it cannot be written now; empty when it can."""
     set_aside: str
     """Where a damaged predecessor lies; empty when there was none."""
+
+
+class ScalingStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What the load rules see and say."""
+
+    sentence: str
+    """The newest decision; empty before the first."""
+    reason: str
+    wanted: int
+    """Ranks that the rules want, before windows, rates and bounds."""
+    signals: dict[str, float]
+    """Over the group, by name; a signal that is missing or idle is absent."""
+    missing: tuple[str, ...]
+    problems: tuple[str, ...]
+    """Endpoints that did not answer, each with why."""
 
 
 class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +58,17 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     incident: OpenIncident | None
     decision: str
     """The newest decision's sentence."""
+    scaling: ScalingStatus | None
+    """None where the policy has neither load rules nor schedules."""
     group: GroupStatus
+    live: tuple[int, ...]
+    """Live slots, without those whose process is known to be dead and nobody has acted upon yet."""
     verdicts: tuple[Verdict, ...]
+    """On the live ranks."""
+    gpus: tuple[Verdict, ...]
+    hosts: tuple[Verdict, ...]
+    placed: tuple[Placed, ...]
+    """Which rank is on which GPU, where that is known."""
     sensors: tuple[SensorStatus, ...]
     journal: JournalStatus
 
@@ -58,17 +78,34 @@ def unheld(group: GroupStatus) -> list[int]:
     return [s.slot for s in group.slots if s.state == "live" and s.member is None]
 
 
-def trouble(group: GroupStatus, verdicts: Collection[Verdict], incident: str, journal_error: str) -> str:
-    """What keeps a started daemon from "ok"; empty when nothing does."""
+def dead_slots(verdicts: Collection[Verdict]) -> frozenset[int]:
+    """Slots whose rank's process is gone: they are in the view until somebody takes them out."""
+    return frozenset(v.rank.slot for v in verdicts if v.health == Health.UNHEALTHY and v.cause == Cause.PROCESS_DEATH)
+
+
+def alive(group: GroupStatus, verdicts: Collection[Verdict]) -> tuple[int, ...]:
+    """The live slots, as far as anybody knows."""
+    return tuple(slot for slot in group.live if slot not in dead_slots(verdicts))
+
+
+def trouble(
+    group: GroupStatus,
+    live: Collection[int],
+    verdicts: Collection[Verdict],
+    below: Collection[Verdict],
+    incident: str,
+    journal_error: str,
+) -> str:
+    """What keeps a started daemon from "ok"; empty when nothing does. `below`: verdicts on hosts, and on GPUs in use."""
     problems = [f"incident {incident} is open"] if incident else []
-    if tuple(group.live) != tuple(group.target):
-        problems.append(f"{len(group.live)} of {len(group.target)} ranks are live")
+    if tuple(live) != tuple(group.target):
+        problems.append(f"{len(live)} of {len(group.target)} ranks are live")
     if group.uncovered:
         problems.append(f"{group.uncovered} experts have no live copy")
     problems += [f"slot {slot} is in the view, but no process holds it" for slot in unheld(group)]
     if group.gateway:
         problems.append(group.gateway)
-    problems += [v.sentence for v in verdicts if v.health != Health.HEALTHY]
+    problems += [v.sentence for v in (*verdicts, *below) if v.health != Health.HEALTHY]
     if journal_error:
         problems.append(f"the journal cannot be written: {journal_error}")
     return "; ".join(problems)

@@ -8,8 +8,8 @@ Everything here runs in one event loop. Nobody else writes its state.
 import asyncio
 import contextlib
 import os
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from elastic.controller.records import (
     BootFailed,
@@ -25,57 +25,76 @@ from elastic.errors import ElasticError
 from healer import __version__
 from healer.actions import Actions
 from healer.casebook import Casebook
+from healer.chronicle import Chronicle
 from healer.clock import Clock
-from healer.diagnosis import Cause, Health, Verdict, diagnose
-from healer.dossier import Dossier
-from healer.evidence import Evidence, RankRef
+from healer.diagnosis import Cause, Health, Verdict
+from healer.evidence import Evidence, GpuRef, RankRef
 from healer.journal import Journal, Kind
 from healer.logs import LateLog
+from healer.machine import Machine
 from healer.metrics import Metrics
-from healer.policy.decide import Decision, Reason, Step, decide
+from healer.orders import Carried, Order
+from healer.policy import guards
+from healer.policy.decide import Decision, decide
 from healer.policy.schema import Policy
+from healer.progress import Progress, given_up
+from healer.requests import Requests
 from healer.roster import Roster
 from healer.senses import Senses
 from healer.sensors import ref
-from healer.status import DaemonStatus, JournalStatus, trouble
+from healer.status import DaemonStatus, JournalStatus, alive, trouble
 from healer.targets import TargetFactory
+from healer.trace import Recorder
+from healer.turns import Turns
+from healer.upkeep import Upkeep
+
+if TYPE_CHECKING:
+    from healer.scaling import Scaling
 
 HOUSEKEEPING_S = 1.0
 CLOSE_DEADLINE_S = 20.0
 STOP_DEADLINE_S = 60.0
-CHECKPOINT_IDLE_BYTES, CHECKPOINT_BUSY_BYTES = 256 << 10, 16 << 20
 
 
 class Supervisor:
     """One policy, one target. Call `run`; the other public methods are for the API, in the same loop."""
 
-    def __init__(self, policy: Policy, make_target: TargetFactory, journal: Journal, clock: Clock) -> None:
-        """Raises ElasticError where the target cannot be made from the policy (a bad checkpoint)."""
-        detection = policy.spec.detection
+    def __init__(
+        self,
+        policy: Policy,
+        make_target: TargetFactory,
+        journal: Journal,
+        clock: Clock,
+        *,
+        machine: Machine | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Raises ElasticError where the target cannot be made from the policy (a bad checkpoint). `machine`: the sensors of
+        the host, none by default. `recorder`: keeps a trace."""
         self.policy, self.journal = policy, journal
-        self.metrics = Metrics(self.observe, lambda: journal.entries)
+        self.metrics = Metrics(self, lambda: journal.entries)
         self._clock, self._log = clock, LateLog("healer")
-        self._tick_s = min(0.1, detection.stall_after_s / 8)
-        self._limits = policy.limits
-        self._senses = Senses(detection, clock)
-        self._dossier, self._casebook = Dossier(), Casebook(journal, clock)
+        self._tick_s = min(0.1, policy.spec.detection.stall_after_s / 8)
+        machine = machine or Machine()
+        self._senses = Senses(policy, clock, machine, self._sensor_failed)
+        self._casebook = Casebook(journal, clock, self.metrics, self._log)
+        self._upkeep = Upkeep(journal, self.metrics, self._log)
+        self._chronicle = Chronicle(policy.limits, machine, self._casebook, journal, self.metrics, self._log, recorder)
         self._target = make_target(self.on_event)
         self._roster = Roster(self._target.observe())
-        self._actions = Actions(self._target, self._roster, self._casebook, journal, self.metrics, self._log, clock)
-        self._verdicts: dict[RankRef, Verdict] = {}
+        self._actions = Actions(
+            self._target, self._roster, self._casebook, journal, self.metrics, self._log, clock, policy
+        )
+        self._requests = Requests(self._target, self._roster, self._actions, journal, clock)
+        self._progress = Progress(self._casebook, journal, self.metrics, self._log)
+        self._scaling = self._make_scaling(recorder)
         self._said: tuple[Decision, ...] = ()
-        self._entry_of: dict[str, int] = {}
-        """By evidence id, its entry in the journal."""
-        self._events: deque[Event] = deque()
-        self._busy = False
-        self._in_sequence = False
+        self._turns: Turns[Event] = Turns(self._handle, self._event_failed, self._log.flush)
         self._started_at = self._last_round = clock.monotonic()
         self._next_housekeeping = self._started_at
         self._started = ""
         self._ending = ""
-        self._journal_error = ""
         self._wake = asyncio.Event()
-        self._checkpoint: asyncio.Task[None] | None = None
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -83,6 +102,9 @@ class Supervisor:
         """Start the target, keep it healthy until `end` is called, then let go of it or stop it. Raises what the target's
         start raises."""
         self._note("daemon-started", policy=self.policy.metadata.name, version=__version__, pid=os.getpid())
+        self._senses.start(self._wake.set)
+        if self._scaling is not None:
+            self._scaling.start()
         starting = asyncio.create_task(self._target.start(), name="target start")
         starting.add_done_callback(lambda _: self._wake.set())
         try:
@@ -116,14 +138,16 @@ class Supervisor:
         self._log.say(
             "info", "target.started", sentence=sentence, took_s=round(self._clock.monotonic() - self._started_at, 3)
         )
-        with self._alone():
+        with self._turns.alone():
             self._refresh()
             # a rank may have died before anybody watched it
             self._consider(self._senses.scan())
 
     async def _finish(self, *, stop: bool) -> None:
-        if self._checkpoint is not None:
-            await asyncio.wait([self._checkpoint], timeout=CLOSE_DEADLINE_S)
+        await self._upkeep.close(CLOSE_DEADLINE_S)
+        await asyncio.gather(self._senses.stop(), self._actions.close())
+        if self._scaling is not None:
+            await self._scaling.stop()
         outcome = "serving was stopped" if stop else "serving goes on" if self._started else "nothing was started"
         try:
             async with asyncio.timeout(STOP_DEADLINE_S if stop else CLOSE_DEADLINE_S):
@@ -133,6 +157,7 @@ class Supervisor:
             self._log.say("error", "target.unreachable", error=outcome)
         self._note("daemon-ended", sentence=outcome)
         self.journal.flush()
+        self._chronicle.close()
         self._log.say("info", "daemon.ended", sentence=outcome)
         self._log.flush()
 
@@ -149,28 +174,11 @@ class Supervisor:
     def on_event(self, event: Event) -> None:
         """Takes one event of the target. Never raises: a failure of the daemon must not become one of serving. Events
         that the target reports from within an action wait until the action is recorded."""
-        self._events.append(event)
-        if not self._busy:
-            with self._alone():
-                pass
+        self._turns.take(event)
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One piece of work at a time; then the events that came meanwhile."""
-        outer, self._busy = self._busy, True
-        try:
-            yield
-        finally:
-            while self._events and not outer:
-                event = self._events.popleft()
-                try:
-                    self._handle(event)
-                except Exception as error:
-                    self.metrics.errors.labels("event").inc()
-                    self._log.say("error", "event.failed", event_type=type(event).__name__, exc_info=error)
-            self._busy = outer
-            if not outer:
-                self._log.flush()
+    def _event_failed(self, event: Event, error: Exception) -> None:
+        self.metrics.errors.labels("event").inc()
+        self._log.say("error", "event.failed", event_type=type(event).__name__, exc_info=error)
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -187,14 +195,12 @@ class Supervisor:
             case BootFailed():
                 self._boot_failed(event)
             case PhaseBegan():
-                self._in_sequence = True
-                self._log.say(
-                    "debug", "phase", sequence=event.kind, phase=event.phase, epoch=event.epoch, slots=event.slots
-                )
+                self._progress.phase_began(event)
                 self._phase(event)
             case SequenceEnded():
-                self._in_sequence = False
-                self._sequence_ended(event)
+                self._progress.sequence_ended(event)
+                self._refresh()
+                self._judge([])
 
     def _gone(self, event: RankGone) -> None:
         rank = ref(event.member)
@@ -214,7 +220,7 @@ class Supervisor:
                 return
             dead = self._senses.died(rank)
             if dead:
-                with self._alone():
+                with self._turns.alone():
                     self._consider(dead)
             else:
                 self._look_again(rank, after_s * 2)
@@ -223,10 +229,7 @@ class Supervisor:
             asyncio.get_running_loop().call_later(after_s, look)
 
     def _boot_failed(self, event: BootFailed) -> None:
-        self._log.say(
-            "warning", "boot.failed", slot=event.slot, attempt=event.attempt, gave_up=event.gave_up, why=event.why
-        )
-        self._note("boot-failed", incident=self._casebook.id, failure=event)
+        self._progress.boot_failed(event)
         if event.gave_up:
             self._roster.boot_failed(event)
             self._refresh()
@@ -239,38 +242,13 @@ class Supervisor:
         self._refresh()
         self._roster.given_up(unknown)
         self._open(Cause.EXECUTOR, unknown, event.at)
-        decision = Decision(
-            step=Step.NONE,
-            reason=Reason.EXECUTOR,
-            slots=unknown,
-            cause=Cause.EXECUTOR,
-            rule="",
-            sentence=f"did nothing: the executor itself gave up slots {', '.join(map(str, unknown))} and replaces them",
-        )
-        self._actions.record(decision)
+        self._actions.record(given_up(unknown))
         self._refresh()
         self.journal.flush()
 
-    def _sequence_ended(self, event: SequenceEnded) -> None:
-        report = event.report
-        self.metrics.sequence_ended(report)
-        self.journal.add(Kind.OUTCOME, {"report": report}, self._casebook.id)
-        self._log.say(
-            "info",
-            "sequence.ended",
-            sequence=report.kind,
-            outcome=report.outcome,
-            slots=report.slots,
-            epoch=report.epoch,
-            took_s=round(report.ended - report.began, 4),
-            reason=report.reason,
-        )
-        self._refresh()
-        self._judge([])
-
     def _round(self, late_s: float) -> None:
         """One tick. Guarded like `on_event`."""
-        with self._alone():
+        with self._turns.alone():
             try:
                 self._tick(late_s)
             except Exception as error:
@@ -284,64 +262,61 @@ class Supervisor:
         if now >= self._next_housekeeping:
             self._next_housekeeping = now + HOUSEKEEPING_S
             self._keep_house()
-        if found or self._roster.waiting or any(v.health != Health.HEALTHY for v in self._verdicts.values()):
+        if found or self._roster.waiting or self._unsettled:
             self._consider(found)
+        if self._scaling is not None and self._started and not self._ending:
+            self._scaling.tick(now)
+
+    @property
+    def _unsettled(self) -> bool:
+        """Something stands that time alone may change."""
+        chronicle = self._chronicle
+        return any(v.health != Health.HEALTHY for v in (*chronicle.ranks, *chronicle.gpus, *chronicle.hosts))
+
+    def _sensor_failed(self, name: str, error: Exception) -> None:
+        self.metrics.errors.labels("sensor").inc()
+        self._log.say("error", "sensor.failed", sensor=name, exc_info=error)
 
     def _keep_house(self) -> None:
         if self._started:
+            self._chronicle.equip(self._senses.hardware(), self._clock.monotonic())
             self._refresh()
             self._judge([])
-        standing = {e.id for e in self._dossier.standing()}
-        self._entry_of = {e: seq for e, seq in self._entry_of.items() if e in standing}
-        limit = CHECKPOINT_BUSY_BYTES if self._casebook.current else CHECKPOINT_IDLE_BYTES
-        if self.journal.wal_bytes > limit and (self._checkpoint is None or self._checkpoint.done()):
-            self._checkpoint = asyncio.create_task(asyncio.to_thread(self.journal.checkpoint), name="checkpoint")
+        self._chronicle.tidy(self._clock.monotonic())
+        self._upkeep.checkpoint(busy=self._casebook.current is not None)
 
     # --- evidence, verdict, decision, action ----------------------------------------------------------------------
 
     def _consider(self, found: list[Evidence]) -> None:
-        self._dossier.extend(found)
-        self._judge(found)
+        now = self._clock.monotonic()
+        if any(isinstance(e.subject, GpuRef) for e in found):
+            # whose GPU that is must be known before it is judged
+            self._chronicle.equip(self._senses.hardware(), now)
+        self._judge(self._chronicle.take(found, now))
 
     def _judge(self, fresh: list[Evidence]) -> None:
         now = self._clock.monotonic()
-        live = tuple(self._roster.live)
-        verdicts = {v.rank: v for v in diagnose(self._dossier.standing(), live, self._limits, now)}
-        before = {rank: v.key for rank, v in self._verdicts.items()}
-        # not to have been heard yet is how every rank begins
-        changed = [v for v in verdicts.values() if v.key != before.get(v.rank, (v.rank, Health.UNKNOWN, Cause.UNHEARD))]
-        self._verdicts = verdicts
-        sick = [v for v in verdicts.values() if v.health == Health.UNHEALTHY]
-        if sick and self._casebook.current is None:
+        found = self._chronicle.judge(now)
+        verdicts = found.diagnosis.ranks
+        sick = [v for v in verdicts if v.health == Health.UNHEALTHY]
+        if sick:
             self._open(sick[0].cause, tuple(v.rank.slot for v in sick), min(v.since for v in sick))
-        for evidence in fresh:
-            self._entry_of[evidence.id] = self.journal.add(Kind.EVIDENCE, evidence, self._casebook.id)
-            self.metrics.evidence.labels(evidence.source, evidence.what).inc()
-        for verdict in changed:
-            entries = [self._entry_of[e] for e in verdict.evidence if e in self._entry_of]
-            self.journal.add(Kind.VERDICT, {"verdict": verdict, "entries": entries}, self._casebook.id)
-            self._log.say(
-                "info",
-                "verdict",
-                rank=str(verdict.rank),
-                health=verdict.health,
-                cause=verdict.cause,
-                why=verdict.sentence,
-            )
+        self._chronicle.write(fresh, found)
         if self._started or sick:
-            self._decide(verdicts.values(), now)
+            self._decide(verdicts, now)
         self._close_if_healed()
         self.journal.flush()
-        if self.journal.error != self._journal_error:
-            self._journal_error = self.journal.error
-            if self._journal_error:
-                self.metrics.errors.labels("journal").inc()
-                self._log.say("error", "journal.unwritable", error=self._journal_error)
-            else:
-                self._log.say("info", "journal.writable")
+        self._upkeep.check()
 
     def _decide(self, verdicts: Iterable[Verdict], now: float) -> None:
-        decisions = decide(self.policy, tuple(verdicts), self._roster.state(), now)
+        verdicts, hardware = tuple(verdicts), self._chronicle.hardware
+        state = self._roster.state(
+            self._chronicle.standing(now).values(),
+            wall=self._clock.wall(),
+            hosts={member.slot: member.host for member in self._roster.live.values()},
+            gpus=len(hardware.gpus) or None,
+        )
+        decisions = decide(self.policy, verdicts, self._roster.observe(self.policy, verdicts, state, now), now)
         said = {d.key for d in self._said}
         self._said = decisions
         for decision in decisions:
@@ -354,29 +329,24 @@ class Supervisor:
     # --- the group as observed --------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        if not self._roster.refresh(self._target.observe()):
+        if not self._roster.refresh(self._target.observe(), self._clock.monotonic()):
             return
-        live = self._roster.live
+        now, live = self._clock.monotonic(), self._roster.live
         self._senses.watch(live.values())
-        self._dossier.keep(live)
+        self._chronicle.watch(live, now)
+        self._chronicle.equip(self._senses.hardware(), now)
 
     def _open(self, cause: Cause, slots: tuple[int, ...], detected: float) -> None:
-        if self._casebook.current is None:
-            incident = self._casebook.open(cause, slots, detected, len(self._roster.group.target))
-            self.metrics.incidents.labels(cause).inc()
-            self.metrics.incident_open.set(1)
-            self._log.say("warning", "incident.opened", incident=incident.id, cause=cause, slots=slots)
+        self._casebook.open(cause, slots, detected, len(self._roster.group.target))
 
     def _close_if_healed(self) -> None:
         if self._casebook.current is None or not self._started or not self._roster.settled:
             return
-        if self._in_sequence:
+        if self._progress.in_sequence:
             return  # the view counts a joining rank before its commit has ended, and its report belongs to the incident
-        if any(v.health == Health.UNHEALTHY for v in self._verdicts.values()):
+        if any(v.health == Health.UNHEALTHY for v in self._chronicle.ranks):
             return
-        incident, outcome, open_s = self._casebook.close(len(self._roster.group.target))
-        self.metrics.incident_open.set(0)
-        self._log.say("info", "incident.closed", incident=incident.id, outcome=outcome, open_s=round(open_s, 3))
+        self._casebook.close(len(self._roster.group.target))
 
     def _note(self, event: str, *, incident: str = "", **fields: object) -> None:
         self.journal.add(Kind.LIFECYCLE, {"event": event, **fields}, incident)
@@ -389,27 +359,56 @@ class Supervisor:
 
     def scale(self, wanted: int | tuple[int, ...], *, who: str) -> tuple[int, ...]:
         """An operator's request. Returns the new target. Raises Infeasible with the reason; then nothing was changed."""
-        size = wanted if isinstance(wanted, int) else len(set(wanted))
-        least = self.policy.spec.bounds.min_ranks
-        refuse = ""
-        if not self._started or self._ending:
-            refuse = "the daemon is starting or ending; try again when `healer status` shows a group"
-        elif self.policy.spec.dry_run:
-            refuse = "spec.dryRun is set in the policy"
-        elif size < least:
-            refuse = f"a target of {size} is below spec.bounds.minRanks {least}"
         try:
-            with self._alone():
-                target = self._actions.scale(wanted, who=who, refuse=refuse)
+            with self._turns.alone():
+                target = self._actions.scale(wanted, who=who, refuse=self._untouchable())
                 self._refresh()
         finally:
             self.journal.flush()
         return target
 
+    def order(self, order: Order, *, who: str) -> Carried:
+        """Any other request. Raises Infeasible with the reason; then nothing was changed."""
+        try:
+            with self._turns.alone():
+                carried = self._requests.carry_out(order, who=who, refuse=self._untouchable())
+                self._refresh()
+                self._judge([])
+        finally:
+            self.journal.flush()
+        return carried
+
+    def _untouchable(self) -> str:
+        """Why the group must not be changed now; empty: it may."""
+        if not self._started or self._ending:
+            return "the daemon is starting or ending; try again when `healer status` shows a group"
+        return "spec.dryRun is set in the policy" if self.policy.spec.dry_run else ""
+
+    def _make_scaling(self, recorder: Recorder | None) -> "Scaling | None":
+        if not self.policy.spec.load.rules and not self.policy.spec.schedules:
+            return None
+        from healer.scaling import Scaling  # reading signals costs start-up time and memory that most policies save
+
+        def scale(size: int, who: str) -> object:
+            return self.scale(size, who=who)
+
+        return Scaling(
+            self.policy, self._clock, self.observe, self._target.address, self._unscalable, scale, self.journal, self._log,
+            recorder,
+        )  # fmt: skip
+
+    def _unscalable(self) -> str:
+        """Why load may not change the size now; empty: it may."""
+        state = self._roster.state(wall=self._clock.wall())
+        held = guards.scaling(self.policy, self._chronicle.ranks, state, self._clock.monotonic())
+        return held.text if held else f"incident {self._casebook.id} is open" if self._casebook.id else ""
+
     def status(self) -> DaemonStatus:
-        now, journal, group = self._clock.monotonic(), self.journal, self.observe()
-        verdicts = tuple(self._verdicts.values())
-        why = trouble(group, verdicts, self._casebook.id, journal.error) if self._started else "the target is starting"
+        now, journal, group, chronicle = self._clock.monotonic(), self.journal, self.observe(), self._chronicle
+        live = alive(group, chronicle.ranks)
+        why = "the target is starting"
+        if self._started:
+            why = trouble(group, live, chronicle.ranks, chronicle.below, self._casebook.id, journal.error)
         return DaemonStatus(
             state="stopping" if self._ending else "starting" if not self._started else "degraded" if why else "ok",
             why=why,
@@ -423,8 +422,13 @@ class Supervisor:
             serving=self._target.address() if self._started else "",
             incident=self._casebook.current,
             decision="; ".join(d.sentence for d in self._said),
+            scaling=self._scaling.status() if self._scaling is not None else None,
             group=group,
-            verdicts=verdicts,
+            live=live,
+            verdicts=chronicle.ranks,
+            gpus=chronicle.gpus,
+            hosts=chronicle.hosts,
+            placed=chronicle.placed,
             sensors=self._senses.status(),
             journal=JournalStatus(str(journal.path), journal.entries, journal.error, str(journal.set_aside or "")),
         )

@@ -9,6 +9,7 @@ from rich.table import Table
 
 _STATE = {"ok": "green", "healthy": "green", "live": "green", "healed": "green", "starting": "cyan", "booting": "cyan"}
 _STATE |= {"degraded": "yellow", "unknown": "yellow", "reduced": "yellow", "open": "yellow", "ready": "cyan"}
+_STATE |= {"blind": "yellow", "silent": "yellow", "off": "dim", "dead": "red"}
 _STATE |= {"unhealthy": "red", "lost": "red", "quarantined": "red", "stopping": "red", "empty": "dim"}
 
 
@@ -21,7 +22,7 @@ def console() -> Console:
 def show_status(out: Console, status: dict[str, Any]) -> None:
     group = status["group"]
     title = f"{escape(group['name'])} is {_coloured(status['state'])}"
-    out.print(f"{title}: epoch {group['epoch']}, {len(group['live'])} of {len(group['target'])} ranks live")
+    out.print(f"{title}: epoch {group['epoch']}, {len(status['live'])} of {len(group['target'])} ranks are live")
     if status["why"]:
         out.print(f"  why        {escape(status['why'])}")
     if status["serving"]:
@@ -38,18 +39,27 @@ def show_status(out: Console, status: dict[str, Any]) -> None:
         f"  can lose   {group['losses_survivable']} more ranks; experts without a live copy: {group['uncovered']}"
     )
     out.print(f"  decision   {escape(status['decision'] or 'none yet')}")
+    if status["scaling"]:
+        out.print(f"  load       {escape(status['scaling']['sentence'] or 'not looked at yet')}")
+        for problem in status["scaling"]["problems"]:
+            out.print(f"  signal     [yellow]{escape(problem)}[/yellow]")
     if status["dry_run"]:
         out.print("  dry run    nothing is acted upon")
     if status["journal"]["error"]:
         out.print(f"  journal    [red]cannot be written: {escape(status['journal']['error'])}[/red]")
     out.print(_slots(status))
+    if status["gpus"]:
+        out.print(_gpus(status["gpus"], status["placed"]))
+    for verdict in (*status["hosts"], *status["gpus"]):
+        if verdict["cause"] != "none":
+            out.print(f"  {escape(verdict['sentence'])}")
 
 
 def _slots(status: dict[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("SLOT", "STATE", "VERDICT", "PID", "BEAT", "ROUND", "RUN", "WAIT", "EXPERTS", "CAPTURES", "MOVED"):
         table.add_column(name, justify="left" if name in ("STATE", "VERDICT") else "right", no_wrap=True)
-    verdicts = {(v["rank"]["slot"], v["rank"]["incarnation"]): v for v in status["verdicts"]}
+    verdicts = {(v["subject"]["slot"], v["subject"]["incarnation"]): v for v in status["verdicts"]}
     for slot in status["group"]["slots"]:
         member = slot["member"]
         if member is None:
@@ -59,7 +69,7 @@ def _slots(status: dict[str, Any]) -> Table:
         age = slot["last_beat_age_s"]
         table.add_row(
             str(slot["slot"]),
-            _coloured(slot["state"]),
+            _coloured(slot["state"] if slot["state"] != "live" or slot["slot"] in status["live"] else "dead"),
             _coloured(verdict["health"] if verdict else "-"),
             str(member["pid"]),
             "-" if age is None else _seconds(age),
@@ -71,6 +81,75 @@ def _slots(status: dict[str, Any]) -> Table:
             str(slot["counters"]["address_changes"]),
         )
     return table
+
+
+def _gpus(verdicts: list[dict[str, Any]], placed: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("GPU", "ADDRESS", "VERDICT", "CAUSE", "RANKS"):
+        table.add_column(name, no_wrap=True)
+    for verdict in verdicts:
+        gpu = verdict["subject"]
+        ranks = [f"{p['rank']['slot']}.{p['rank']['incarnation']}" for p in placed if p["gpu"] == gpu]
+        cause = verdict["cause"] if verdict["cause"] != "none" else ""
+        table.add_row(gpu["uuid"][:12] or "?", gpu["pci"], _coloured(verdict["health"]), cause, ", ".join(ranks))
+    return table
+
+
+def show_sensors(out: Console, sensors: list[dict[str, Any]]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("SENSOR", "STATE", "LAST READING", "READINGS", "MEAN", "MAX", "CPU", "WHY"):
+        left = name in ("SENSOR", "STATE", "WHY")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "WHY", overflow="fold")
+    for sensor in sensors:
+        cost = sensor["cost"]
+        table.add_row(
+            sensor["name"],
+            _coloured(sensor["state"]),
+            f"{_seconds(sensor['age_s'])} ago" if sensor["readings"] else "none yet",
+            str(sensor["readings"]),
+            _seconds(cost["mean_s"]),
+            _seconds(cost["max_s"]),
+            _seconds(cost["cpu_s"]),
+            escape(sensor["why"]),
+        )
+    out.print(table)
+
+
+def show_scan(out: Console, found: dict[str, Any]) -> None:
+    out.print(f"this host is {_coloured(found['health'])}, scanned in {_seconds(found['took_s'])}")
+    if found["why"]:
+        out.print(f"  why  {escape(found['why'])}")
+    if found["gpus"]:
+        out.print(_gpus(found["gpus"], []))
+    for verdict in (*found["hosts"], *found["gpus"]):
+        if verdict["cause"] != "none" and verdict["sentence"] not in found["why"]:
+            out.print(f"  {escape(verdict['sentence'])}")
+    show_sensors(out, found["sensors"])
+
+
+def show_diagnosis(out: Console, found: dict[str, Any]) -> None:
+    """A trace that was judged again: what changed when, then the incidents."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("TIME", justify="right", no_wrap=True)
+    table.add_column("VERDICT", no_wrap=True)
+    table.add_column("WHAT", overflow="fold")
+    for moment in found["moments"]:
+        at = f"{moment['at'] - found['began']:.3f} s"
+        for verdict in moment["verdicts"]:
+            table.add_row(at, _coloured(verdict["health"]), escape(verdict["sentence"]))
+        for step, incident in moment["incidents"]:
+            table.add_row(at, "", f"{incident} {step}")
+        for refined in moment["refined"]:
+            table.add_row(at, "", escape(refined["sentence"]))
+    out.print(table)
+    if not found["incidents"]:
+        out.print("no incident")
+    for one in found["incidents"]:
+        slots = ", ".join(map(str, one["slots"]))
+        end = "open at the end" if one["closed_at"] is None else f"closed {one['closed_at'] - found['began']:.3f} s"
+        opened = f"opened {one['opened_at'] - found['began']:.3f} s, {end}"
+        out.print(f"{one['id']}: {', '.join(one['causes'])}, slots {slots}, {opened}")
+        out.print(f"  {escape(one['sentence'])}")
 
 
 def show_history(out: Console, incidents: list[dict[str, Any]]) -> None:
@@ -116,9 +195,7 @@ def _lines(entry: dict[str, Any]) -> list[str]:
             subject, by = body["subject"], body["reporter"]
             who = f" (says rank {by['slot']}.{by['incarnation']})" if by else ""
             value = f"{body['value']:.2f}" if isinstance(body["value"], float) else body["value"]
-            return [
-                f"rank {subject['slot']}.{subject['incarnation']}: {body['what']} {value}, from {body['source']}{who}"
-            ]
+            return [f"{_subject(subject)}: {body['what']} {value}, from {body['source']}{who}"]
         case "verdict":
             return [f"{body['verdict']['health']}: {body['verdict']['sentence']}"]
         case "decision":
@@ -129,8 +206,19 @@ def _lines(entry: dict[str, Any]) -> list[str]:
             return _report(body["report"])
         case "outcome":
             return [f"refused: {body['refused']}"]
+    if body["event"] == "incident-refined":
+        return [f"the cause is {body['cause']}: {body['sentence']}"]
     known = {k: v for k, v in body.items() if k not in ("event", "incident")}
     return [body["event"] + (": " + ", ".join(f"{k} {_short(v)}" for k, v in known.items()) if known else "")]
+
+
+def _subject(subject: dict[str, Any]) -> str:
+    match subject["kind"]:
+        case "rank":
+            return f"rank {subject['slot']}.{subject['incarnation']}"
+        case "gpu":
+            return f"{subject['uuid'][:12] or 'GPU'} at {subject['pci']}"
+    return f"host {subject['name']}"
 
 
 def _report(report: dict[str, Any]) -> list[str]:

@@ -1,28 +1,24 @@
-"""The HTTP API: what the daemon knows, and the few things that it can be asked to do.
+"""The routes: each reads the supervisor or gives it an order."""
 
-It runs in the supervisor's loop. Reading is open to whoever reaches the address; control needs the bearer token where the
-policy names one (it must, off loopback), and a JSON body, which a page in a browser cannot send unasked.
-"""
-
-import contextlib
-import hmac
-import socket
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
+import hashlib
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from elastic.errors import ElasticError, Infeasible
+from elastic.errors import Infeasible
+from healer.api.auth import Guard
+from healer.api.openapi import document
 from healer.diagnosis import Health
 from healer.incidents import summarise
-from healer.journal import Kind
+from healer.journal import Answer, Kind
+from healer.orders import ORDERS, Order, Scale
 from healer.status import unheld
 from healer.supervisor import Supervisor
 
@@ -30,87 +26,22 @@ MAX_BODY_BYTES = 64 << 10
 MAX_ROWS = 1000
 LIVE_LIMIT_S = 5.0
 """A loop that has not gone round for this long is not alive."""
-MIN_TOKEN_CHARS = 16
+MAX_KEY_CHARS = 200
 
-
-class ScaleRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Exactly one of the two."""
-
-    ranks: int | None = None
-    slots: list[int] | None = None
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return msgspec.json.encode(content)
-
-
-def read_token(path: str | None) -> bytes | None:
-    """The token that control calls need; None: none. Raises ElasticError naming the file."""
-    if path is None:
-        return None
-    try:
-        token = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise ElasticError(f"{path}: the token file cannot be read: {error.strerror}") from error
-    if len(token) < MIN_TOKEN_CHARS:
-        raise ElasticError(f"{path}: the token has {len(token)} characters, expected at least {MIN_TOKEN_CHARS}")
-    return token
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Bind before anything else is started. Raises ElasticError when the address is taken."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise ElasticError(f"spec.api.host: {host!r} cannot be resolved: {error.strerror or error}") from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(128)
-        sock.setblocking(False)
-    except OSError as error:
-        sock.close()
-        raise ElasticError(
-            f"the API cannot listen on {host}:{port}: {error.strerror}; another daemon may run, or change spec.api.port"
-        ) from error
-    return sock
-
-
-class Server(uvicorn.Server):
-    """Serves until `should_exit`; signals are the daemon's business."""
-
-    def __init__(self, app: Starlette) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                loop="none",
-                http="h11",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=5,
-                timeout_graceful_shutdown=1,
-            )
-        )
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-Handler = Callable[[Request], Awaitable[Response]]
+        return content if isinstance(content, bytes) else msgspec.json.encode(content)
 
 
 class _Api:
-    def __init__(self, supervisor: Supervisor, token: bytes | None) -> None:
-        self._supervisor, self._token = supervisor, token
+    def __init__(self, supervisor: Supervisor, token: bytes | None, monotonic: Callable[[], float]) -> None:
+        self._supervisor, self._guard = supervisor, Guard(token, monotonic)
+        self._document = document(with_token=token is not None)
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -124,6 +55,17 @@ class _Api:
         serves = status.state in ("ok", "degraded") and whole
         return JsonResponse({"state": status.state, "why": status.why}, 200 if serves else 503)
 
+    async def ready_slot(self, request: Request) -> Response:
+        """200 while the rank in this slot is live and nothing speaks against it."""
+        text, status = request.path_params["slot"], self._supervisor.status()
+        found = next((s for s in status.group.slots if str(s.slot) == text), None)
+        if found is None:
+            raise HTTPException(404, f"no slot {text[:40]!r}; there are 0 to {status.group.max_ranks - 1}")
+        sick = next((v for v in status.verdicts if v.rank.slot == found.slot and v.health == Health.UNHEALTHY), None)
+        serves = found.state == "live" and sick is None
+        why = sick.sentence if sick else "" if serves else f"slot {found.slot} is {found.state}"
+        return JsonResponse({"state": found.state, "why": why}, 200 if serves else 503)
+
     async def livez(self, _: Request) -> Response:
         """200 while the supervisor's loop goes round."""
         age = self._supervisor.loop_age_s
@@ -132,61 +74,110 @@ class _Api:
     async def status(self, _: Request) -> Response:
         return JsonResponse(self._supervisor.status())
 
+    async def view(self, _: Request) -> Response:
+        group = self._supervisor.observe()
+        found = {
+            "epoch": group.epoch,
+            "live": group.live,
+            "target": group.target,
+            "placement_hash": group.placement_hash,
+            "uncovered": group.uncovered,
+            "losses_survivable": group.losses_survivable,
+            "members": [s.member for s in group.slots if s.state == "live" and s.member is not None],
+        }
+        return JsonResponse(found)
+
     async def metrics(self, _: Request) -> Response:
         metrics = self._supervisor.metrics
         return Response(metrics.render(), media_type=metrics.content_type)
 
-    async def history(self, request: Request) -> Response:
+    async def incidents(self, request: Request) -> Response:
         return JsonResponse(summarise(self._supervisor.journal.incidents(_limit(request, 50))))
 
     async def timeline(self, request: Request) -> Response:
         incident = request.path_params["incident"]
         entries = self._supervisor.journal.timeline(incident)
         if not entries:
-            raise HTTPException(404, f"no incident {incident!r}; GET /history lists them")
+            raise HTTPException(404, f"no incident {incident[:40]!r}; GET /incidents lists them")
         return JsonResponse({"incident": summarise(entries)[0], "entries": entries})
 
     async def decisions(self, request: Request) -> Response:
         return JsonResponse(self._supervisor.journal.recent(Kind.DECISION, _limit(request, 50)))
 
+    async def openapi(self, _: Request) -> Response:
+        return JsonResponse(self._document)
+
     # --- control --------------------------------------------------------------------------------------------------
 
-    async def scale(self, request: Request) -> Response:
-        body = await self._control(request)
-        try:
-            asked = msgspec.json.decode(body, type=ScaleRequest)
-        except msgspec.MsgspecError as error:
-            raise HTTPException(400, f'{error}; expected {{"ranks": 4}} or {{"slots": [0, 1]}}') from None
-        if (asked.ranks is None) == (asked.slots is None):
-            raise HTTPException(400, 'expected exactly one of "ranks" and "slots"')
-        wanted = asked.ranks if asked.ranks is not None else tuple(asked.slots or ())
-        try:
-            target = self._supervisor.scale(wanted, who=_who(request))
-        except Infeasible as error:
-            raise HTTPException(409, str(error)) from None
-        return JsonResponse({"target": target}, 202)
+    def order(self, path: str, kind: type[Order]) -> Handler:
+        async def handle(request: Request) -> Response:
+            body, key = await self._control(request)
+
+            def carry_out() -> tuple[int, Any]:
+                order = _decode(body, kind)
+                try:
+                    if isinstance(order, Scale):
+                        wanted = order.ranks if order.ranks is not None else tuple(order.slots or ())
+                        return 202, {"target": self._supervisor.scale(wanted, who=_who(request))}
+                    return 202, self._supervisor.order(order, who=_who(request))
+                except Infeasible as error:
+                    return 409, {"error": str(error)}
+
+            return self._once(key, path, body, carry_out)
+
+        return handle
 
     async def stop(self, request: Request) -> Response:
-        await self._control(request)
-        self._supervisor.end(stop=True, who=_who(request))
-        return JsonResponse({"stopping": True}, 202)
+        body, key = await self._control(request)
 
-    async def _control(self, request: Request) -> bytes:
-        """The body of a control call that is allowed."""
-        if self._token is not None:
-            scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            # both compared in any case, so that the time taken tells nothing
-            right = hmac.compare_digest(given.strip().encode(), self._token)
-            if scheme.lower() != "bearer" or not right:
-                raise HTTPException(401, "a valid bearer token is needed", {"WWW-Authenticate": "Bearer"})
+        def carry_out() -> tuple[int, Any]:
+            if not isinstance(_decode(body, Any), dict):
+                raise HTTPException(400, "expected a JSON object")
+            self._supervisor.end(stop=True, who=_who(request))
+            return 202, {"stopping": True}
+
+        return self._once(key, "/stop", body, carry_out)
+
+    def _once(self, key: str, path: str, body: bytes, carry_out: Callable[[], tuple[int, Any]]) -> Response:
+        """Carry an order out, unless it came before under the same key: then what was answered is answered again."""
+        journal = self._supervisor.journal
+        digest = hashlib.blake2b(path.encode() + b"\0" + body, digest_size=16).hexdigest()
+        known = journal.answered(key) if key else None
+        if known is not None and known.digest != digest:
+            raise HTTPException(422, f"Idempotency-Key {key[:40]!r} was used for another call")
+        if known is None:
+            status, answer = carry_out()
+            known = Answer(digest, status, msgspec.json.encode(answer).decode())
+            if key and status < 400:
+                # what was refused may be possible the next time
+                journal.answer(key, known)
+        return JsonResponse(known.text.encode(), known.status)
+
+    async def _control(self, request: Request) -> tuple[bytes, str]:
+        """Body and key of a control call that is allowed."""
+        self._guard.admit(request)
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "expected Content-Type: application/json")
+        key = request.headers.get("idempotency-key", "")
+        if len(key) > MAX_KEY_CHARS or not (key.isascii() and key.isprintable()):
+            raise HTTPException(400, f"Idempotency-Key: expected at most {MAX_KEY_CHARS} printable characters")
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > MAX_BODY_BYTES:
                 raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-        return bytes(body)
+        return bytes(body), key
+
+
+def _decode(body: bytes, kind: Any) -> Any:
+    try:
+        order = msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        expected = '; expected {"ranks": 4} or {"slots": [0, 1]}' if kind is Scale else ""
+        raise HTTPException(400, f"{error}{expected}") from None
+    if isinstance(order, Scale) and (order.ranks is None) == (order.slots is None):
+        raise HTTPException(400, 'expected exactly one of "ranks" and "slots"')
+    return order
 
 
 def _limit(request: Request, default: int) -> int:
@@ -206,17 +197,24 @@ async def _problem(_: Request, error: Exception) -> Response:
     return JsonResponse({"error": "the daemon failed on this request; see its log"}, 500)
 
 
-def make_app(supervisor: Supervisor, token: bytes | None) -> Starlette:
-    api = _Api(supervisor, token)
+def make_app(supervisor: Supervisor, token: bytes | None, monotonic: Callable[[], float] = time.monotonic) -> Starlette:
+    api = _Api(supervisor, token, monotonic)
     reading: dict[str, Handler] = {
         "/healthz": api.healthz,
+        "/readyz": api.healthz,
+        "/readyz/slot/{slot}": api.ready_slot,
         "/livez": api.livez,
         "/status": api.status,
+        "/view": api.view,
         "/metrics": api.metrics,
-        "/history": api.history,
+        "/incidents": api.incidents,
+        "/incidents/{incident}": api.timeline,
+        "/history": api.incidents,
         "/history/{incident}": api.timeline,
         "/decisions": api.decisions,
+        "/openapi.json": api.openapi,
     }
     routes = [Route(path, handler, methods=["GET"]) for path, handler in reading.items()]
-    routes += [Route("/scale", api.scale, methods=["POST"]), Route("/stop", api.stop, methods=["POST"])]
+    routes += [Route(path, api.order(path, kind), methods=["POST"]) for path, kind in ORDERS.items()]
+    routes.append(Route("/stop", api.stop, methods=["POST"]))
     return Starlette(routes=routes, exception_handlers={HTTPException: _problem, 500: _problem})

@@ -1,93 +1,13 @@
-"""Diagnosis: standing evidence in, one verdict per live rank out. Pure; knows nothing of policies or actions.
+"""Rules 1 to 9: what the evidence about the ranks themselves says of each."""
 
-The rules, in order; the first that holds gives the verdict.
+from collections.abc import Callable, Collection, Iterable, Mapping
 
-Unhealthy, on conclusive evidence:
-1. *process-death*: the kernel says that the process is a zombie, gone or exiting (/proc by pid and start time, a pidfd, the
-   mutex that its main thread held, or the closed liveness socket with such a state).
-2. *stopped*: state T in /proc, read after the silence was noticed, and silence for `stall_after_s`. A stop shorter than
-   that, and a debugger's stop (state t), is not one.
-
-Unhealthy, on a quorum of independent sources:
-3. *hang*: silence for `stall_after_s`, and at least half of the other ranks (or the only one), each of them heard, wait for
-   it within one round for as long, or saw its memory fail within `fault_window_s`.
-4. *stuck*: it beats, but its round has not moved for `silent_after_s`, it waits for nobody, and all other ranks that are
-   heard, and at least half of all, wait for it.
-
-Unhealthy, by deadline:
-5. *agent-lost*: its liveness socket closed although the process is alive, and silence for `stall_after_s`: it can take no
-   command.
-6. *silent*: silence for `silent_after_s`.
-Rules 5 and 6 do not hold while more than half of the ranks not already explained by rules 1 and 2 are silent: then it is
-the telemetry that is in doubt.
-
-Unknown, which is neither healthy nor sick, and never acted upon:
-7. *telemetry-lost*: the daemon itself was late; nothing was heard since.
-8. *suspected*: any weaker sign: shorter silence, one witness, a fault report, a closed socket.
-9. *unheard*: no beat since it became live.
-
-Healthy: a beat was heard, and nothing stands against it.
-"""
-
-from collections.abc import Callable, Collection, Iterable
-from enum import StrEnum
-
-import msgspec
-
+from healer.diagnosis.localise import Finding, Kind, Suspicions, localise
+from healer.diagnosis.verdict import Cause, Confidence, Health, Limits, Verdict
 from healer.evidence import Evidence, RankRef, What
 
 DEAD_STATES = frozenset("ZXx")
-
-
-class Health(StrEnum):
-    HEALTHY = "healthy"
-    UNHEALTHY = "unhealthy"
-    UNKNOWN = "unknown"
-
-
-class Cause(StrEnum):
-    NONE = "none"
-    PROCESS_DEATH = "process-death"
-    STOPPED = "stopped"
-    HANG = "hang"
-    STUCK = "stuck"
-    AGENT_LOST = "agent-lost"
-    SILENT = "silent"
-    TELEMETRY_LOST = "telemetry-lost"
-    SUSPECTED = "suspected"
-    UNHEARD = "unheard"
-    EXECUTOR = "executor"
-    """Not a diagnosis: the executor itself gave the rank up, since it died unwatched or missed a commit's deadline."""
-
-
-class Confidence(StrEnum):
-    NONE = "none"
-    CONCLUSIVE = "conclusive"
-    QUORUM = "quorum"
-    DEADLINE = "deadline"
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    stall_after_s: float
-    silent_after_s: float
-    fault_window_s: float
-
-
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    rank: RankRef
-    health: Health
-    cause: Cause
-    confidence: Confidence
-    evidence: tuple[str, ...]
-    """Ids of what supports it."""
-    since: float
-    """Monotonic time of the earliest supporting evidence: when the fault was detected."""
-    sentence: str
-
-    @property
-    def key(self) -> tuple[RankRef, Health, Cause]:
-        """Two verdicts with the same key say the same."""
-        return self.rank, self.health, self.cause
+DEATHS = (What.LIFELINE_CUT, What.PIDFD_FIRED, What.PROCESS_STATE, What.SOCKET_CLOSED)
 
 
 class _Case:
@@ -116,7 +36,7 @@ class _Case:
         self, health: Health, cause: Cause, confidence: Confidence, because: Collection[Evidence], now: float, text: str
     ) -> Verdict:
         return Verdict(
-            rank=self.rank,
+            subject=self.rank,
             health=health,
             cause=cause,
             confidence=confidence,
@@ -126,15 +46,10 @@ class _Case:
         )
 
 
-def diagnose(
-    standing: Collection[Evidence], live: Collection[RankRef], limits: Limits, now: float
-) -> tuple[Verdict, ...]:
-    """A verdict for every live rank, by slot. Evidence about or by ranks outside `live` is ignored."""
-    alive = set(live)
-    about: dict[RankRef, list[Evidence]] = {rank: [] for rank in sorted(alive)}
-    for evidence in standing:
-        if evidence.subject in alive and (evidence.reporter is None or evidence.reporter in alive):
-            about[evidence.subject].append(evidence)
+def judge_ranks(
+    about: Mapping[RankRef, Collection[Evidence]], limits: Limits, now: float
+) -> tuple[dict[RankRef, Verdict], Finding]:
+    """A verdict for every live rank, from evidence about and by live ranks only; and where the trouble sits."""
     cases = {rank: _Case(rank, own, now, limits) for rank, own in about.items()}
     settled: dict[RankRef, Verdict] = {}
     for rank, case in cases.items():
@@ -144,15 +59,31 @@ def diagnose(
     open_cases = {rank: case for rank, case in cases.items() if rank not in settled}
     silent = sum(case.silence is not None for case in open_cases.values())
     in_doubt = 2 * silent > len(open_cases)
+    where = _where(open_cases, limits)
     for rank, case in open_cases.items():
+        if case.silence is None and What.NO_PROGRESS not in case.by_what:
+            settled[rank] = _open(case, where, in_doubt, now)
+            continue
         others = [other for peer, other in open_cases.items() if peer != rank]
         settled[rank] = (
             _hang(case, others, limits, now)
-            or _stuck(case, others, limits, now)
+            or _stuck(case, others, where, limits, now)
             or (None if in_doubt else _overdue(case, limits, now))
-            or _open(case, in_doubt, now)
+            or _open(case, where, in_doubt, now)
         )
-    return tuple(settled[rank] for rank in cases)
+    return {rank: settled[rank] for rank in cases}, where
+
+
+def _where(cases: Mapping[RankRef, _Case], limits: Limits) -> Finding:
+    since: dict[RankRef, dict[RankRef, float]] = {}
+    for rank, case in cases.items():
+        for e in case.accusations:
+            if e.reporter is not None:
+                began = e.at - float(e.value) if e.what == What.WAITED_ON else e.at
+                row = since.setdefault(e.reporter, {})
+                row[rank] = min(began, row.get(rank, began))
+    heard = frozenset(rank for rank, case in cases.items() if case.heard)
+    return localise(Suspicions(frozenset(cases), heard, since), limits.stall_after_s)
 
 
 def _dead(case: _Case, now: float) -> Verdict | None:
@@ -198,9 +129,11 @@ def _hang(case: _Case, others: Collection[_Case], limits: Limits, now: float) ->
     return case.verdict(Health.UNHEALTHY, Cause.HANG, Confidence.QUORUM, (case.silence, *because), now, text)
 
 
-def _stuck(case: _Case, others: Collection[_Case], limits: Limits, now: float) -> Verdict | None:
+def _stuck(case: _Case, others: Collection[_Case], where: Finding, limits: Limits, now: float) -> Verdict | None:
     still = case.by_what.get(What.NO_PROGRESS)
     if still is None or not case.heard or float(still.value) < limits.silent_after_s:
+        return None
+    if where.kind in (Kind.LINKS, Kind.PARTITION):
         return None
     if any(e.reporter == case.rank and e.what == What.WAITED_ON for other in others for e in other.accusations):
         return None
@@ -236,7 +169,7 @@ _SIGNS: dict[What, Callable[[Evidence], str]] = {
 }
 
 
-def _open(case: _Case, in_doubt: bool, now: float) -> Verdict:
+def _open(case: _Case, where: Finding, in_doubt: bool, now: float) -> Verdict:
     lost = case.by_what.get(What.TELEMETRY_LOST)
     if lost is not None:
         text = f"is unknown: the daemon was late by {float(lost.value):.2f} s and has not heard it since"
@@ -246,6 +179,8 @@ def _open(case: _Case, in_doubt: bool, now: float) -> Verdict:
         words = [_SIGNS[e.what](e) for e in signs]
         if case.accusations:
             words.append(f"{len({e.reporter for e in case.accusations})} other(s) complain")
+            if where.kind == Kind.PARTITION or any(case.rank in link for link in where.links):
+                words.append(where.reason)
         if case.process:
             words.append(f"process state {case.process.value}")
         if in_doubt and case.silence:
@@ -256,4 +191,19 @@ def _open(case: _Case, in_doubt: bool, now: float) -> Verdict:
     beat = case.by_what.get(What.BEAT_HEARD)
     if beat is None:
         return case.verdict(Health.UNKNOWN, Cause.UNHEARD, Confidence.NONE, (), now, "was not heard yet")
+    for what, (cause, tell) in _WARNINGS.items():
+        if what in case.by_what:
+            warning = case.by_what[what]
+            text = f"is healthy, but {tell(warning)}"
+            return case.verdict(Health.HEALTHY, cause, Confidence.NONE, (beat, warning), now, text)
     return case.verdict(Health.HEALTHY, Cause.NONE, Confidence.NONE, (beat,), now, "is healthy")
+
+
+_WARNINGS: dict[What, tuple[Cause, Callable[[Evidence], str]]] = {
+    What.STRAGGLES: (
+        Cause.STRAGGLER,
+        lambda e: f"the others wait for it {float(e.value):.1f} times as long as for the median rank",
+    ),
+    What.MEMORY_GROWS: (Cause.MEMORY, lambda e: f"its memory grows by {float(e.value) / 1e6:.1f} MB/s"),
+}
+"""What is worth a look and condemns nobody, however long it lasts."""

@@ -1,0 +1,176 @@
+"""The router process: reads the file, listens, announces itself, reads the file again at SIGHUP, ends cleanly at SIGTERM.
+
+A second router for the same file is refused by a lock that the kernel drops with the process.
+"""
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import structlog
+import uvicorn
+
+from elastic import process
+from elastic.errors import ElasticError
+from elastic.paths import write_json
+from healer.router.app import create_app
+from healer.router.config import RouterConfig, check_update, read_config
+from healer.router.files import Announcement, ProxyFiles
+from healer.router.metrics import RouterMetrics
+from healer.router.pool import Pool
+
+log = structlog.get_logger("healer.router")
+
+CLOSE_DEADLINE_S = 2
+"""For connections that have nothing more to say."""
+BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours: uvicorn would stop listening at once, and clients would see refused connections, not 503."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+@contextlib.contextmanager
+def _claim(path: Path) -> Iterator[None]:
+    lock_path = path.with_name(f"{path.name}.lock")
+    try:
+        lock = lock_path.open("w")
+    except OSError as error:
+        raise ElasticError(f"{lock_path}: cannot be written: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ElasticError(f"{path}: another router runs with this file") from None
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
+        )[0]
+        # with the protocol named: asyncio turns Nagle's algorithm off only on sockets that say they are TCP
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ElasticError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        hint = "; name another port in the file, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""
+        raise ElasticError(f"cannot listen on {host}:{port}: {error.strerror or error}{hint}") from None
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Router:
+    """One process's worth of it. `reload` may be called at any time once `serve` runs."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._config = read_config(path)
+        self._pool = Pool(RouterMetrics())
+        self._lists = ProxyFiles()
+        self._announce = Path(self._config.announce or path.with_name("router.json"))
+        self._url = ""
+
+    def reload(self) -> None:
+        """Read the file again. One that is wrong or old is refused, said in the log and in the announcement, and changes
+        nothing."""
+        try:
+            config = read_config(self._path)
+            check_update(self._config, config)
+        except ElasticError as error:
+            log.error("file_refused", why=str(error), epoch=self._config.epoch)
+            self._pool.metrics.reloads.labels("refused").inc()
+            self._say_on(str(error))
+            return
+        self._take(config)
+
+    def _take(self, config: RouterConfig) -> None:
+        self._config = config
+        self._pool.apply(config)
+        self._pool.metrics.reloads.labels("taken").inc()
+        self._say_on()
+
+    def _say(self, refused: str = "") -> None:
+        """Raises ElasticError."""
+        pid = os.getpid()
+        said = Announcement(pid, process.start_time(pid), self._url, self._pool.epoch, refused)
+        try:
+            write_json(self._announce, said)
+        except OSError as error:
+            raise ElasticError(f"{self._announce}: cannot be written: {error.strerror}") from None
+
+    def _say_on(self, refused: str = "") -> None:
+        """While clients are served a disk that is full ends nothing."""
+        try:
+            self._say(refused)
+        except ElasticError as error:
+            log.error("not_announced", why=str(error))
+
+    async def serve(self, stop: asyncio.Event, ready: asyncio.Event | None = None) -> None:
+        """Run until `stop` is set; `ready` is set once the announcement is written. Raises ElasticError for whatever keeps
+        it from starting."""
+        config = self._config
+        with _claim(self._path), _listen(config.host, config.port) as listener:
+            self._url = _url(listener)
+            # once before anything runs: where it cannot be written the router does not start
+            self._say()
+            try:
+                await self._serve(listener, stop, ready)
+            finally:
+                self._announce.unlink(missing_ok=True)
+
+    async def _serve(self, listener: socket.socket, stop: asyncio.Event, ready: asyncio.Event | None) -> None:
+        pool = self._pool
+        server = _Server(
+            uvicorn.Config(
+                create_app(pool),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=CLOSE_DEADLINE_S,
+            )
+        )
+        pool.on_change = lambda: self._lists.update(self._config.files, pool.ranks)
+        async with asyncio.TaskGroup() as tasks:
+            started = asyncio.Event()
+            probes = tasks.create_task(pool.run(started), name="pool")
+            await started.wait()
+            http = tasks.create_task(server.serve(sockets=[listener]), name="http")
+            await server.listening.wait()
+            self._take(self._config)
+            log.info("router_listens", http=self._url, epoch=self._config.epoch)
+            if ready is not None:
+                ready.set()
+            await stop.wait()
+            log.info("router_stops", in_flight=pool.in_flight, grace_s=pool.limits.grace_s)
+            await pool.drain(pool.limits.grace_s)
+            server.should_exit = True
+            await http
+            probes.cancel()

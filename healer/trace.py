@@ -1,0 +1,226 @@
+"""Traces: what the sensors said, as JSON lines, so that a case can be judged again.
+
+The first line is a header: version, limits of the diagnosis, and the view at the beginning. Then, in the order in which the
+daemon saw it, a line for each piece of evidence and for each change of the view (who is live, which rank is on which GPU).
+Times are monotonic seconds of one host. A recorder starts a new file when one is full; each begins with the view and with
+what stood then, so each can be read by itself.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TextIO, TypeVar
+
+import msgspec
+
+from elastic.errors import ElasticError
+from healer import __version__
+from healer.diagnosis import Hardware, Limits
+from healer.evidence import Evidence, GpuRef, HostRef, RankRef
+
+T = TypeVar("T")
+
+TRACE_VERSION = 1
+MAX_BYTES = 16 << 20
+"""Of one file; with its predecessor twice as much."""
+
+
+class TraceError(ElasticError):
+    """A trace that cannot be read; the message names file and line."""
+
+
+class Placed(msgspec.Struct, frozen=True):
+    rank: RankRef
+    gpu: GpuRef
+
+
+class ViewLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="view", forbid_unknown_fields=True):
+    """Who is live from here on, and on what."""
+
+    at: float
+    live: tuple[RankRef, ...]
+    gpus: tuple[GpuRef, ...] = ()
+    """All that the driver lists."""
+    placed: tuple[Placed, ...] = ()
+    host: HostRef | None = None
+    driver: str = ""
+    """Version of the GPU driver, which the meaning of some XIDs depends on; empty: not known."""
+    generation: str = ""
+    """Of the GPUs, as the XID catalogue names it; empty: not known."""
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="header", forbid_unknown_fields=True):
+    version: int
+    healer: str
+    """The version that wrote it."""
+    limits: Limits
+    view: ViewLine
+    note: str = ""
+    """What it shows, where a human has said so."""
+
+
+class EvidenceLine(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="evidence", forbid_unknown_fields=True
+):
+    evidence: Evidence
+
+
+class LoadLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="load", forbid_unknown_fields=True):
+    """The load of the group at one moment, as the signals of the policy that was in force."""
+
+    at: float
+    wall: float
+    """Seconds since the epoch, for schedules."""
+    values: dict[str, float]
+    """By signal, over the whole group."""
+    idle: tuple[str, ...] = ()
+    """Signals with nothing to measure; what is in neither is missing."""
+
+
+Line = ViewLine | EvidenceLine
+AnyLine = Line | LoadLine
+
+_header = msgspec.json.Decoder(Header)
+_line = msgspec.json.Decoder(AnyLine)
+
+
+def at_of(line: Line) -> float:
+    """When it happened, monotonic seconds."""
+    return line.at if isinstance(line, ViewLine) else line.evidence.at
+
+
+class Trace:
+    """A trace in a file. Iterate over its lines; they are read as they are needed."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the header. Raises TraceError."""
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                first = file.readline()
+        except OSError as error:
+            raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+        if not first.strip():
+            raise TraceError(f"{path}:1: the file is empty, expected the header of a trace")
+        self.header = self._decode(_header, first, 1, "the header of a trace")
+        if self.header.version != TRACE_VERSION:
+            raise TraceError(f"{path}:1: version {self.header.version} is not known, expected {TRACE_VERSION}")
+
+    def __iter__(self) -> Iterator[Line]:
+        """All that is to be judged. Raises TraceError as `lines`."""
+        return (line for line in self.lines() if not isinstance(line, LoadLine))
+
+    def lines(self) -> Iterator[AnyLine]:
+        """Raises TraceError at a line that is none. A last line that was cut off, as by a crash, ends the trace."""
+        with self.path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                if number == 1 or not text.strip() or not text.endswith(b"\n"):
+                    continue
+                yield self._decode(_line, text, number, 'a line of evidence, or of a view, such as {"line": "view", …}')
+
+    def _decode(self, decoder: "msgspec.json.Decoder[T]", text: bytes, number: int, expected: str) -> T:
+        try:
+            return decoder.decode(text)
+        except msgspec.MsgspecError as error:
+            raise TraceError(f"{self.path}:{number}: {error}, expected {expected}") from None
+
+
+def view_line(
+    at: float, live: Iterable[RankRef], hardware: Hardware, *, driver: str = "", generation: str = ""
+) -> ViewLine:
+    live = tuple(sorted(live))
+    return ViewLine(
+        at=at,
+        live=live,
+        gpus=hardware.gpus,
+        placed=tuple(Placed(rank, hardware.placed[rank]) for rank in live if rank in hardware.placed),
+        host=hardware.host,
+        driver=driver,
+        generation=generation,
+    )
+
+
+class Recorder:
+    """Writes a trace. A place that cannot be written ends the recording, never the daemon: `error` says why."""
+
+    def __init__(self, path: Path, limits: Limits, max_bytes: int = MAX_BYTES) -> None:
+        """Opens nothing yet: the first view does."""
+        self.error = ""
+        self._path, self._limits, self._max_bytes = path, limits, max_bytes
+        self._file: TextIO | None = None
+        self._written = 0
+        self._view: ViewLine | None = None
+
+    def view(self, view: ViewLine) -> None:
+        """The first, and each change."""
+        if self._view is not None and msgspec.structs.replace(view, at=self._view.at) == self._view:
+            return
+        self._view = view
+        if self._file is None:
+            self._begin(())
+        else:
+            self._write(view)
+
+    @property
+    def full(self) -> bool:
+        """The next evidence begins a new file."""
+        return self._file is not None and self._written > self._max_bytes
+
+    def evidence(self, found: Iterable[Evidence], standing: Iterable[Evidence]) -> None:
+        """New evidence; `standing`: what counted before it, for the beginning of a new file. Nothing is written before the
+        first view."""
+        if self.full:
+            self._begin(standing)
+        if self._file is None:
+            return
+        for one in found:
+            self._write(EvidenceLine(evidence=one))
+        self.flush()
+
+    def load(self, line: LoadLine) -> None:
+        if self._file is not None:
+            self._write(line)
+
+    def flush(self) -> None:
+        if self._file is not None:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _begin(self, standing: Iterable[Evidence]) -> None:
+        """A new file; the former one becomes `<name>.1`."""
+        if self.error or self._view is None:
+            return
+        try:
+            if self._file is not None:
+                self._file.close()
+            if self._path.exists():
+                os.replace(self._path, f"{self._path}.1")
+            self._file, self._written = self._path.open("w"), 0
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._write(Header(version=TRACE_VERSION, healer=__version__, limits=self._limits, view=self._view))
+        for one in sorted(standing, key=lambda e: e.at):
+            self._write(EvidenceLine(evidence=one))
+
+    def _write(self, line: Header | AnyLine) -> None:
+        if self._file is None:
+            return
+        text = msgspec.json.encode(line).decode()
+        try:
+            self._file.write(text + "\n")
+        except OSError as error:
+            self._give_up(error)
+        self._written += len(text) + 1
+
+    def _give_up(self, error: OSError) -> None:
+        self.error = f"{self._path}: cannot be written: {error.strerror}"
+        self._file = None
