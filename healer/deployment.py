@@ -81,13 +81,13 @@ class Deployment:
         text = {"apiVersion": "healer/v1", "kind": "Policy", "metadata": {"name": "local"}, "spec": self._spec}
         self.policy.write_text(json.dumps(text, indent=1))  # JSON is YAML
 
-    def spawn(self, *, write: bool = True) -> subprocess.Popen[bytes]:
-        """Start the daemon and return at once; `write` the policy first."""
+    def spawn(self, *more: str, write: bool = True) -> subprocess.Popen[bytes]:
+        """Start the daemon, with `more` arguments of `healer run`, and return at once; `write` the policy first."""
         if write:
             self.write_policy()
         with (self.root / "daemon.log").open("ab") as log:
             self.daemon = subprocess.Popen(
-                [sys.executable, "-m", "healer.cli", "run", "--policy", str(self.policy)],
+                [sys.executable, "-m", "healer.cli", "run", "--policy", str(self.policy), *more],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -96,6 +96,7 @@ class Policy(Model):
             spare_gpus=target.spare_gpus,
             ep_timeout_s=target.ep_timeout_s,
             early_release=target.early_release,
+            fault_injection=target.fault_injection,
             host_tier=target.host_tier,
             heartbeat_s=self.spec.detection.heartbeat_interval_s,
             prepare_deadline_s=deadlines.prepare_s,

@@ -64,6 +64,8 @@ class Target(Model):
     masks honest pauses."""
     early_release: bool = True
     """Ends the wait of a GPU kernel for a lost peer at once; without it, the wait lasts for epTimeout. For nixl-ep only."""
+    fault_injection: bool = False
+    """Ranks commit faults when `healer-chaos inject fault` asks them to: for tests, never for production."""
     host_tier: bool = True
     """Keeps every expert in host memory too, so that the only copy on a dead rank need not come from disk."""
     gpus: Annotated[tuple[CountOrZero, ...], Listed] = ()
