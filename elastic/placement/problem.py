@@ -94,8 +94,9 @@ class System:
 class Goals:
     """How far to go. Coverage is never traded; these decide what else is worth moving bytes for."""
 
-    tolerance: float = 0.008
-    """A layer whose busiest rank is within this share of the best possible load is left as it is."""
+    tolerance: float = 0.009
+    """A layer is good enough if its busiest rank is within this share of the least possible load, or of what DeepSeek's
+    planner would reach; less than 1%, because of rounding."""
     worth: float = 1e-4
     """Least relief of overloaded ranks, in mean rank loads, for which one expert is moved."""
     balance_moves: int | None = None
@@ -103,7 +104,10 @@ class Goals:
     protect_moves: int = 0
     """Most moves per layer that only make a later loss cheaper (a second copy in place of a third)."""
     replicas: int | None = None
-    """Replicas per layer up to which holes are filled, never fewer than experts; None: all holes that a replica fits in."""
+    """Replicas per layer up to which holes are filled, never fewer than experts; None: no limit but the slots."""
+    fill_holes: bool = False
+    """Fill also the holes of ranks that serve already; without it only ranks that join are filled, and other holes are used
+    where coverage or balance needs them."""
     fault_cost: float = 3.0
     """What giving up a second copy counts as, in moves, when steps for balance are compared."""
 

@@ -93,12 +93,15 @@ def _improvement(
     layers, slots = covered.shape
     most = 4 * slots + 64 if goals.balance_moves is None else goals.balance_moves
     room = np.empty((layers * (slots + most + goals.protect_moves), 6), dtype=np.int32)
+    # a rank that joins is filled; a hole of a rank that serves already is used where balance needs it
+    filled = live if goals.fill_holes else _flags(problem, set(problem.live) - set(problem.present))
     target = np.empty_like(covered)
     count = improve_layers(
         frame,
         loads,
         covered,
         live,
+        filled,
         goals.tolerance,
         goals.worth,
         goals.fault_cost,

@@ -62,7 +62,8 @@ class FewMovesEplbPolicy:
     worker. It is a class of class methods, as vLLM's own; `goals` may be set on a subclass.
     """
 
-    goals = Goals()
+    goals = Goals(fill_holes=True)
+    """vLLM's maps have no holes."""
 
     @classmethod
     def rebalance_experts(

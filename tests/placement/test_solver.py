@@ -287,6 +287,47 @@ def test_a_small_imbalance_is_not_worth_the_bytes() -> None:
     assert eager.busiest_after[-1] < 1.03
 
 
+def test_ranks_of_two_slots_are_balanced_again_after_a_loss_for_few_moves() -> None:
+    """A rank is its two experts: one copy too few of a heavy one, and no exchange helps."""
+    system, load = System.uniform(72, 2), lognormal(layers=8, experts=128)
+    placed = solve(problem(system, load, live=range(72))).target
+    after = lose(system, load, placed, {5})
+    anew = solve(problem(system, load, live=after.problem.live))
+    reached = evaluate(system, load, after.target, after.problem.live).balancedness
+    possible = evaluate(system, load, anew.target, after.problem.live).balancedness
+    assert (reached >= 0.985 * possible).all()
+    assert after.moved / len(load) < 0.25 * 142
+
+
+@FEW
+@given(asked())
+def test_balance_never_brings_an_expert_to_a_rank_that_it_leaves_again(question: Asked) -> None:
+    solution = solved(question)
+    if solution is None:
+        return
+    system = question.system
+    for layer in range(len(question.load)):
+        steps = solution.steps[(solution.steps[:, 1] == layer) & (solution.steps[:, 0] == Kind.BALANCE)]
+        before = solution.map_at(solution.coverage)[layer]
+        new = sum(
+            len(set(solution.target[layer][span].tolist()) - set(before[span].tolist()) - {HOLE})
+            for span in (slice(system.first[r], system.first[r + 1]) for r in range(system.ranks))
+        )
+        # a cycle of exchanges moves one of its experts more than once, and no other
+        assert len(steps) + int((steps[:, 4] != HOLE).sum()) <= 2 * new
+
+
+def test_a_hole_that_brings_no_balance_costs_no_move_unless_it_is_wanted() -> None:
+    system = System.uniform(4, 6)
+    load = np.ones((2, 16))
+    # rank by rank four experts, one of them twice: the second copy is useless
+    rows = np.array([[*range(4 * r, 4 * r + 4), 4 * r, 4 * r] for r in range(4)]).reshape(1, -1).repeat(2, axis=0)
+    assert len(solve(problem(system, load, live=range(4), current=rows))) == 0
+    filled = solve(problem(system, load, live=range(4), current=rows, goals=Goals(fill_holes=True)))
+    assert filled.moved == 2 * 8
+    assert (filled.target != HOLE).all()
+
+
 def test_growth_fills_the_new_ranks_and_moves_little_else() -> None:
     old, new = System.uniform(8, 9), System.uniform(12, 9)
     load = lognormal()

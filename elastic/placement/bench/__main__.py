@@ -67,7 +67,7 @@ def main() -> int:
     try:
         from elastic.placement.bench.plots import plot_moves, plot_times
     except ImportError:
-        print("no plots: matplotlib is not installed (pip install 'healer[bench]')", file=sys.stderr)
+        print("no plots: matplotlib is not installed (pip install 'healer[dev]')", file=sys.stderr)
     else:
         plot_moves(measured, options.out / "placement-moves.svg")
         plot_times(made, options.out / "placement-times.svg")

@@ -32,6 +32,8 @@ class Row(msgspec.Struct, frozen=True):
     host_orphans: float
     p50_ms: float
     p99_ms: float
+    cpu_least_ms: float
+    """The least CPU time of the repetitions, mean over the seeds: what other work on the machine changes least."""
     cpu_p50_ms: float
     cpu_p99_ms: float
     cover_p99_ms: float
@@ -93,6 +95,7 @@ def _row(case: Measured, planner: str, plans: Sequence[Plan], bases: Sequence[Pl
         host_orphans=mean(p.host_orphans for p in plans),
         p50_ms=median(wall),
         p99_ms=float(np.percentile(wall, 99)),
+        cpu_least_ms=mean(min(s for _, s in plan.seconds) for plan in plans) * 1e3,
         cpu_p50_ms=median(cpu),
         cpu_p99_ms=float(np.percentile(cpu, 99)),
         cover_p99_ms=float(np.percentile(cover_wall, 99)),
@@ -136,10 +139,10 @@ def targets(made: Sequence[Row]) -> list[Target]:
         if base is not None:
             found.append(
                 _target(
-                    f"2 planning p50 (CPU ms), {r.loads} {r.case}",
-                    f"<= vLLM's {base.cpu_p50_ms:.1f}",
-                    r.cpu_p50_ms,
-                    base.cpu_p50_ms,
+                    f"2 planning beside vLLM (least CPU ms), {r.loads} {r.case}",
+                    f"<= vLLM's {base.cpu_least_ms:.1f}",
+                    r.cpu_least_ms,
+                    base.cpu_least_ms,
                     wall=r.p50_ms,
                 )
             )
@@ -192,8 +195,8 @@ def markdown(made: Sequence[Row], found: Sequence[Target], facts: dict[str, str]
 def _table(of_event: Sequence[Row]) -> list[str]:
     lines = [
         "| Load | Case | Planner | Moved per layer | of these coverage | Balancedness after coverage | Balancedness mean | worst layer "
-        "| worst against DeepSeek's | Orphans, a rank lost | a host lost | Plan p50 ms, CPU (wall) | p99 ms | Coverage p99 ms |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| worst against DeepSeek's | Orphans, a rank lost | a host lost | Plan least ms, CPU | p50 ms, CPU (wall) | p99 ms | Coverage p99 ms |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in of_event:
         mine = r.planner != "DeepSeek (vLLM)"
@@ -210,6 +213,7 @@ def _table(of_event: Sequence[Row]) -> list[str]:
             f"{r.against_base:.4f}" if r.against_base else "",
             f"{r.orphans:.3f}",
             f"{r.host_orphans:.2f}" if r.host_orphans >= 0 else "",
+            f"{r.cpu_least_ms:.1f}",
             f"{r.cpu_p50_ms:.1f} ({r.p50_ms:.1f})",
             f"{r.cpu_p99_ms:.1f} ({r.p99_ms:.1f})",
             f"{r.cover_cpu_p99_ms:.2f} ({r.cover_p99_ms:.2f})" if loss else "",

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from elastic.placement.kernels.cover import COVER
 from elastic.placement.kernels.jit import compiled
 from elastic.placement.kernels.state import Frame, Ints
+from elastic.placement.kernels.steps import COVER
 
 
 @compiled

@@ -2,26 +2,15 @@
 
 import numpy as np
 
+from elastic.placement.kernels.counts import decisive_counts
 from elastic.placement.kernels.jit import compiled
 from elastic.placement.kernels.state import Flags, Floats, Frame, Ints, Layer, fill_from, new_layer, put, take
+from elastic.placement.kernels.steps import COVER, record
 
-COVER, FILL, BALANCE, PROTECT = 0, 1, 2, 3
-"""Why a step is made; the first column of the step arrays."""
-
+UNLIMITED = 1 << 30
+"""No limit on the number of replicas but the slots."""
 SLACK = 1
 """Experts that a receiver may load beyond its share, if a better slot is there."""
-
-
-@compiled
-def record(steps: Ints, at: int, kind: int, layer: int, p: int, expert: int, q: int, other: int) -> int:
-    """Write one step: `expert` goes to slot `p`; in an exchange `other` goes to slot `q` at the same time, else -1."""
-    steps[at, 0] = kind
-    steps[at, 1] = layer
-    steps[at, 2] = p
-    steps[at, 3] = expert
-    steps[at, 4] = q
-    steps[at, 5] = other
-    return at + 1
 
 
 @compiled
@@ -41,22 +30,30 @@ def cover_layers(frame: Frame, loads: Floats, rows: Ints, staying: Flags, rows_o
         if orphans:
             total += orphans
             share = -(-total // len(frame.live)) + SLACK
+            missing = np.empty(orphans, dtype=np.int32)
+            slots = np.empty(orphans, dtype=np.int32)
+            found = 0
+            wanted = decisive_counts(frame, layer.load, UNLIMITED)
             for expert in np.argsort(-layer.load, kind="mergesort"):
                 if layer.copies[expert] == 0:
-                    p = _slot_for(frame, layer, expert, to_load, share)
+                    p = _slot_for(frame, layer, expert, to_load, share, wanted)
                     if layer.held[p] >= 0:
                         take(frame, layer, p)
                     put(frame, layer, p, expert)
                     to_load[frame.owner[p]] += 1
-                    at = record(steps, at, COVER, number, p, expert, -1, -1)
+                    missing[found], slots[found] = expert, p
+                    found += 1
+            _exchange(frame, layer, missing, slots, layer.load.sum() / len(frame.live))
+            for i in range(orphans):
+                at = record(steps, at, COVER, number, slots[i], missing[i], -1, -1)
         rows_out[number] = layer.held
     return at
 
 
 @compiled
-def _slot_for(frame: Frame, layer: Layer, expert: int, to_load: Ints, share: int) -> int:
-    """A hole, or a replica that can be given up: on a rank that has not loaded its share, holes before replicas, then
-    where the busiest rank that it concerns stays lightest."""
+def _slot_for(frame: Frame, layer: Layer, expert: int, to_load: Ints, share: int, wanted: Ints) -> int:
+    """A hole, or a replica that can be given up: on a rank that has not loaded its share, holes before replicas, of
+    these the ones of experts with more than `wanted` first, then where the busiest rank that it concerns stays lightest."""
     best, best_excess, best_given, best_load = -1, 0, 0, 0.0
     for rank in frame.live:
         excess = max(0, to_load[rank] - share + 1)
@@ -70,7 +67,7 @@ def _slot_for(frame: Frame, layer: Layer, expert: int, to_load: Ints, share: int
                 count = layer.copies[held]
                 if count < 2:
                     continue
-                given = 1
+                given = 1 if count > wanted[held] else 2
                 share_now = layer.load[held] / count
                 more = layer.load[held] / (count - 1) - share_now
                 after -= share_now
@@ -84,3 +81,28 @@ def _slot_for(frame: Frame, layer: Layer, expert: int, to_load: Ints, share: int
             if better:
                 best, best_excess, best_given, best_load = p, excess, given, after
     return best
+
+
+@compiled
+def _exchange(frame: Frame, layer: Layer, missing: Ints, slots: Ints, mean: float) -> None:
+    """Exchange the slots of orphans, which costs nothing, as long as that evens out the load of two ranks."""
+    count = len(missing)
+    for _ in range(8 * count):
+        best, best_i, best_k = 1e-9 * mean * mean, -1, -1
+        for i in range(count):
+            heavy = layer.rank_load[frame.owner[slots[i]]]
+            for k in range(count):
+                low = layer.rank_load[frame.owner[slots[k]]]
+                d = layer.load[missing[i]] - layer.load[missing[k]]
+                # the fall of the sum of squares, halved
+                gain = d * (heavy - low - d)
+                if d > 0 and gain > best:
+                    best, best_i, best_k = gain, i, k
+        if best_i < 0:
+            break
+        p, q = slots[best_i], slots[best_k]
+        take(frame, layer, p)
+        take(frame, layer, q)
+        put(frame, layer, p, missing[best_k])
+        put(frame, layer, q, missing[best_i])
+        slots[best_i], slots[best_k] = q, p

@@ -9,10 +9,10 @@ import heapq
 
 import numpy as np
 
-from elastic.placement.kernels.cover import BALANCE
 from elastic.placement.kernels.improve import improve
-from elastic.placement.kernels.jit import compiled
-from elastic.placement.kernels.state import Floats, Frame, Ints, Layer, heaviest, new_layer, put, spread, take
+from elastic.placement.kernels.jit import compiled, inlined
+from elastic.placement.kernels.state import Flags, Frame, Ints, Layer, duplicate, heaviest, put, spread
+from elastic.placement.kernels.steps import BALANCE
 
 CHOICES = np.array([0.7, 0.45, 0.0])
 """Largest share of one replica, in mean rank loads, that waits for the second copies of others."""
@@ -29,8 +29,10 @@ NEVER = 1e12
 
 
 @compiled
-def fill(frame: Frame, layer: Layer, bound: float, mean: float, most: int, scratch: Ints) -> Ints:
-    """Give up to `most` holes an expert; returns their slots. `scratch` is room for steps that are thrown away.
+def fill(
+    frame: Frame, layer: Layer, filled: Flags, bound: float, mean: float, most: int, scratch: Ints
+) -> tuple[Layer, Ints]:
+    """Give up to `most` holes an expert; returns the layer with them, and their slots. `scratch` is room for steps that are thrown away.
 
     Experts without a copy come first: then the layer was empty, and all its slots are filled together.
     """
@@ -39,13 +41,14 @@ def fill(frame: Frame, layer: Layer, bound: float, mean: float, most: int, scrat
         holes += layer.held[p] < 0
     usable = 0
     for rank in frame.live:
-        for p in range(frame.first[rank], frame.first[rank + 1]):
-            usable += layer.held[p] < 0
+        if filled[rank]:
+            for p in range(frame.first[rank], frame.first[rank + 1]):
+                usable += layer.held[p] < 0
     most = min(most, usable)
-    best, best_rows = np.inf, np.empty(0, dtype=np.int32)
+    best, best_layer = np.inf, layer
     best_slots = np.empty(0, dtype=np.int32)
     if most <= 0:
-        return best_slots
+        return best_layer, best_slots
     enough = NEAR_ENOUGH if holes == len(layer.held) else GOOD_START
     level = bound * (1 + NEAR_ENOUGH / 5)
     last = np.empty(0, dtype=np.int32)
@@ -54,36 +57,18 @@ def fill(frame: Frame, layer: Layer, bound: float, mean: float, most: int, scrat
         if len(last) and np.array_equal(counts, last):
             continue
         last = counts
-        slots = _pack(frame, layer, counts, most, mean)
-        cost = np.full(len(layer.held), np.inf)
+        trial = duplicate(layer)
+        slots = _pack(frame, trial, filled, counts, most, mean)
+        cost = np.full(len(trial.held), np.inf)
         cost[slots] = FREE
-        improve(frame, layer, cost, level, mean, 0.0, NEVER, 8 * len(frame.live), BALANCE, 0, scratch, 0)
-        reached = heaviest(frame, layer)
-        held = layer.held[slots].copy()
-        for p in slots:
-            take(frame, layer, p)
+        improve(frame, trial, cost, level, mean, 0.0, NEVER, 8 * len(frame.live), 0, BALANCE, 0, scratch, 0)
+        reached = heaviest(frame, trial)
         # a stricter choice costs second copies, so it must be clearly better
         if reached < best * (1 - NEAR_ENOUGH):
-            best, best_slots, best_rows = reached, slots, held
+            best, best_layer, best_slots = reached, trial, slots
         if best <= bound * (1 + enough):
             break
-    for i in range(len(best_slots)):
-        put(frame, layer, best_slots[i], best_rows[i])
-    return best_slots
-
-
-@compiled
-def fresh_plan(frame: Frame, load: Floats, mean: float, most: int) -> float:
-    """The busiest rank's load if the layer were placed anew in one pass, for balance alone: what is known to be possible."""
-    # every rank a host of its own: no copy looks for another host
-    alone = Frame(frame.owner, frame.first, np.arange(len(frame.host), dtype=np.int32), frame.domain, frame.live)
-    layer = new_layer(alone, load)
-    slots = 0
-    for rank in frame.live:
-        slots += frame.first[rank + 1] - frame.first[rank]
-    most = min(most, slots)
-    _pack(alone, layer, _allot(alone, layer, 0.0, most), most, mean)
-    return heaviest(alone, layer)
+    return best_layer, best_slots
 
 
 @compiled
@@ -125,7 +110,7 @@ def _allot(frame: Frame, layer: Layer, too_much: float, most: int) -> Ints:
 
 
 @compiled
-def _pack(frame: Frame, layer: Layer, counts: Ints, most: int, mean: float) -> Ints:
+def _pack(frame: Frame, layer: Layer, filled: Flags, counts: Ints, most: int, mean: float) -> Ints:
     """Place the replicas, largest share first, each on the lightest rank that has a hole and no copy; a copy that would
     leave all copies on one host goes to another host if one has room."""
     experts, ranks = len(layer.load), len(frame.first) - 1
@@ -136,7 +121,9 @@ def _pack(frame: Frame, layer: Layer, counts: Ints, most: int, mean: float) -> I
         for k in range(layer.copies[expert]):
             base[frame.owner[layer.holders[expert, k]]] += shares[expert]
     open_at = frame.first[:-1].copy()
-    lightest = [(base[rank], rank) for rank in frame.live if _next_hole(frame, layer, open_at, rank) >= 0]
+    lightest = [
+        (base[rank], rank) for rank in frame.live if filled[rank] and _next_hole(frame, layer, open_at, rank) >= 0
+    ]
     heapq.heapify(lightest)
     slots = np.empty(most, dtype=np.int32)
     placed = 0
@@ -147,6 +134,8 @@ def _pack(frame: Frame, layer: Layer, counts: Ints, most: int, mean: float) -> I
                 slots[placed] = p
                 placed += 1
     # where a replica met only ranks that hold it already, another expert takes the place
+    if placed == most or len(lightest) == 0:
+        return slots[:placed]
     order = np.argsort(-layer.load, kind="mergesort")
     for few in range(1, ranks):
         if placed == most or len(lightest) == 0:
@@ -160,7 +149,7 @@ def _pack(frame: Frame, layer: Layer, counts: Ints, most: int, mean: float) -> I
     return slots[:placed]
 
 
-@compiled
+@inlined
 def _next_hole(frame: Frame, layer: Layer, open_at: Ints, rank: int) -> int:
     p = open_at[rank]
     while p < frame.first[rank + 1] and layer.held[p] >= 0:
@@ -169,7 +158,7 @@ def _next_hole(frame: Frame, layer: Layer, open_at: Ints, rank: int) -> int:
     return p if p < frame.first[rank + 1] else -1
 
 
-@compiled
+@inlined
 def _place(
     frame: Frame,
     layer: Layer,
@@ -185,6 +174,16 @@ def _place(
     if alone:
         host = frame.host[frame.owner[layer.holders[expert, 0]]]
         alone = layer.copies[expert] == 1 or not spread(frame, layer, expert, -1, -1)
+    if len(lightest) > 0:
+        load, rank = lightest[0]
+        if not layer.on[rank, expert] and not (alone and frame.host[rank] == host):
+            p = _next_hole(frame, layer, open_at, rank)
+            put(frame, layer, p, expert)
+            if _next_hole(frame, layer, open_at, rank) >= 0:
+                heapq.heapreplace(lightest, (load + share, rank))
+            else:
+                heapq.heappop(lightest)
+            return p
     passed = [lightest[0] for _ in range(0)]
     first, found = -1, -1
     first_load = 0.0

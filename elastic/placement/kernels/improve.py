@@ -2,14 +2,14 @@
 
 A step is a *copy* (another replica of one of its experts, in a hole or over a replica that can be given up; one move) or an
 *exchange* of two experts with a lighter rank (two moves). What a step brings is the fall of the excess: the load of every
-rank above the level that is good enough, plus a little for what is above the mean, which tells good steps from the best.
+rank above the level that is good enough, plus a little for what is above the mean, which tells good steps from the best. Where no step is enough, a *chain* of exchanges may be: see `_chain`.
 """
 
 import numpy as np
 
-from elastic.placement.kernels.cover import record
 from elastic.placement.kernels.jit import compiled
-from elastic.placement.kernels.state import Floats, Frame, Ints, Layer, heaviest, put, spread, take
+from elastic.placement.kernels.state import Flags, Floats, Frame, Ints, Layer, heaviest, put, spread, take
+from elastic.placement.kernels.steps import record
 
 ABOVE_MEAN = 0.05
 """Weight of the load between mean and level."""
@@ -17,6 +17,11 @@ SATISFIED = 0.9
 """A step that takes this part of a rank's excess ends the search for a better one."""
 LOOK = 6
 """Of so many of the lightest ranks the best step is taken, if they offer any."""
+AGAIN = 0.5
+"""What writing a slot that these steps have written already costs, in moves: once they are shortened, most such slots are
+written once."""
+FEW_SLOTS = 4
+"""Slots per rank up to which a chain is looked for beside every step that is not enough; with more there is a step."""
 FAR = 1.25
 """What a move between NVLink domains costs, in moves within one: breaks ties, and is no reason for more moves."""
 
@@ -36,6 +41,7 @@ def improve(
     worth: float,
     fault_cost: float,
     most_moves: int,
+    hops: int,
     kind: int,
     number: int,
     steps: Ints,
@@ -45,31 +51,57 @@ def improve(
     made, and take the last ones back if they did not pay; returns the new end of `steps`.
 
     `cost` is what writing each slot costs, in moves; infinite for slots that must not be written. `worth` is the least
-    fall of the excess, and in the end of the busiest rank's load, per move.
+    fall of the excess, and in the end of the busiest rank's load, per move. `hops` is the most exchanges of one chain.
     """
     moves, begin = 0, at
-    order = frame.live.copy()
+    order = frame.live[np.argsort(layer.rank_load[frame.live], kind="mergesort")]
     overwritten = [0 for _ in range(0)]
     # of all states on the way the one is kept that paid best for its moves
     best_value, best_at = 0.0, at
     heaviest_before = heaviest(frame, layer)
+    cheapest = cost.min() if len(cost) else 0.0
+    width = (frame.first[1:] - frame.first[:-1]).max()
+    room = (np.empty(width), np.empty(width, dtype=np.bool_), np.empty(width, dtype=np.bool_))
+    total = _total_excess(frame, layer, level, mean)
+    chain = np.empty((hops, 4), dtype=np.int32)
     while moves < most_moves:
         _sort_by_load(layer, order)
         busiest = order[-1]
         if layer.rank_load[busiest] <= level:
             break
-        p, expert, q, other = _best_step(frame, layer, order, cost, level, mean, worth, fault_cost)
+        p, expert, q, other, score, whole = _best_step(
+            frame, layer, order, cost, level, mean, worth, fault_cost, cheapest, room
+        )
+        if hops > 0 and not whole and (p < 0 or width <= FEW_SLOTS):
+            length = _chain(frame, layer, busiest, cost, level, mean, score, chain)
+            if length > 0 and moves + 2 * length <= most_moves:
+                for i in range(length):
+                    p, expert, q, other = chain[i]
+                    given = int(layer.held[p])
+                    _apply(frame, layer, p, expert, q, other)
+                    at = record(steps, at, kind, number, p, expert, q, other)
+                    overwritten.append(given)
+                    moves += 2
+                total = _total_excess(frame, layer, level, mean)
+                value = heaviest_before - heaviest(frame, layer) - worth * moves
+                if value > best_value:
+                    best_value, best_at = value, at
+                continue
         if p < 0 or (q >= 0 and moves + 2 > most_moves):
             break
-        before = _total_excess(frame, layer, level, mean)
         given = int(layer.held[p])
         _apply(frame, layer, p, expert, q, other)
-        if _total_excess(frame, layer, level, mean) >= before - 1e-9 * mean:
+        before, total = total, _total_excess(frame, layer, level, mean)
+        if total >= before - 1e-9 * mean:
             # ranks that hold both experts are estimated separately, so a copy may turn out to be of no use
             _undo(frame, layer, p, given, q, expert)
             break
         at = record(steps, at, kind, number, p, expert, q, other)
         overwritten.append(given)
+        cost[p] = min(cost[p], AGAIN)
+        cheapest = min(cheapest, AGAIN)
+        if q >= 0:
+            cost[q] = min(cost[q], AGAIN)
         moves += 1 if q < 0 else 2
         value = heaviest_before - heaviest(frame, layer) - worth * moves
         if value > best_value:
@@ -131,19 +163,29 @@ def _best_step(
     mean: float,
     worth: float,
     fault_cost: float,
-) -> tuple[int, int, int, int]:
-    """The step for the last rank of `order` (ascending by load) as (slot, expert, other slot, other expert), slot -1 if none is worth it. Lighter ranks are
-    tried first; none heavier can bring more than two ranks that meet halfway."""
+    cheapest: float,
+    room: tuple[Floats, Flags, Flags],
+) -> tuple[int, int, int, int, float, bool]:
+    """The step for the last rank of `order` (ascending by load) as (slot, expert, other slot, other expert), slot -1 if none
+    is worth it; then what it brings per move, and whether that is all that the rank needs.
+
+    Lighter ranks are tried first; none heavier can bring more than two ranks that meet halfway. `cheapest` is the least
+    `cost`; `room` is for the shares of the experts of one rank, and which of them may move or be given up.
+    """
     busiest = order[-1]
     heavy = layer.rank_load[busiest]
     here = excess(heavy, level, mean)
     span = frame.first[busiest + 1] - frame.first[busiest]
     relief = np.empty(span, dtype=np.float64)
+    falls = np.empty(span, dtype=np.float64)
+    shares = np.empty(span, dtype=np.float64)
+    other_shares, may_move, may_give = room
     for i in range(span):
-        relief[i] = _relief_elsewhere(frame, layer, busiest, layer.held[frame.first[busiest] + i], level, mean)
+        a = layer.held[frame.first[busiest] + i]
+        relief[i] = _relief_elsewhere(frame, layer, busiest, a, level, mean)
+        shares[i] = layer.load[a] / layer.copies[a] if a >= 0 else 0.0
+        falls[i] = shares[i] - layer.load[a] / (layer.copies[a] + 1) if a >= 0 else 0.0
     most_relief = max(0.0, relief.max()) if span else 0.0
-    cheapest = cost[frame.first[busiest] :].min() if span else 0.0
-    cheapest = min(cheapest, cost.min())
     best_score, best_gain = worth, 0.0
     found_p, found_e, found_q, found_o = -1, -1, -1, -1
     looked = 0
@@ -156,20 +198,26 @@ def _best_step(
         if bound <= best_score * cheapest:
             break
         far = FAR if frame.domain[light] != frame.domain[busiest] else 1.0
+        start = frame.first[light]
+        others = frame.first[light + 1] - start
+        of_use = False
+        for j in range(others):
+            b = layer.held[start + j]
+            other_shares[j] = layer.load[b] / layer.copies[b] if b >= 0 else 0.0
+            may_move[j] = b >= 0 and not layer.on[busiest, b] and np.isfinite(cost[start + j])
+            may_give[j] = (b < 0 or layer.copies[b] > 1) and np.isfinite(cost[start + j])
+            of_use = of_use or may_move[j] or may_give[j]
         for i in range(span):
             p = frame.first[busiest] + i
             a = layer.held[p]
-            if a < 0 or layer.on[light, a]:
+            if a < 0 or layer.on[light, a] or not of_use:
                 continue
-            share = layer.load[a] / layer.copies[a]
-            share_after = layer.load[a] / (layer.copies[a] + 1)
-            for q in range(frame.first[light], frame.first[light + 1]):
-                if not np.isfinite(cost[q]):
-                    continue
-                b = layer.held[q]
-                share_b = layer.load[b] / layer.copies[b] if b >= 0 else 0.0
+            share, may_leave = shares[i], np.isfinite(cost[p])
+            for j in range(others):
+                share_b = other_shares[j]
+                q, b = start + j, layer.held[start + j]
                 # an exchange
-                if b >= 0 and np.isfinite(cost[p]) and share > share_b and not layer.on[busiest, b]:
+                if may_leave and may_move[j] and share > share_b:
                     d = share - share_b
                     gain = here + there - excess(heavy - d, level, mean) - excess(low + d, level, mean)
                     price = far * (cost[p] + cost[q])
@@ -179,13 +227,10 @@ def _best_step(
                             best_score, best_gain = gain / price, gain
                             found_p, found_e, found_q, found_o = q, a, p, b
                 # a copy
-                if b >= 0 and layer.copies[b] < 2:
+                low_after = low + share - falls[i] - share_b
+                if not may_give[j] or low_after >= heavy:
                     continue
-                low_after = low + share_after - share_b
-                if low_after >= heavy:
-                    continue
-                heavy_after = heavy - (share - share_after)
-                gain = relief[i] + here + there - excess(heavy_after, level, mean) - excess(low_after, level, mean)
+                gain = relief[i] + here + there - excess(heavy - falls[i], level, mean) - excess(low_after, level, mean)
                 price = far * cost[q]
                 if gain > best_score * price:
                     if b >= 0:
@@ -198,7 +243,81 @@ def _best_step(
         looked += 1
         if best_gain >= SATISFIED * here or (found_p >= 0 and looked >= LOOK):
             break
-    return found_p, found_e, found_q, found_o
+    return found_p, found_e, found_q, found_o, best_score, best_gain >= SATISFIED * here
+
+
+@compiled
+def _chain(
+    frame: Frame,
+    layer: Layer,
+    busiest: int,
+    cost: Floats,
+    level: float,
+    mean: float,
+    least_score: float,
+    chain: Ints,
+) -> int:
+    """A chain of exchanges after which no rank that it concerns is above `level`; returns its length, 0 if there is none.
+
+    An expert of the busiest rank wanders: each rank that it comes to gives a lighter expert to the one before, and it
+    stays where it fits. Of the ranks with an expert that is light enough the one is next that then has most room.
+    """
+    visited = np.zeros(len(frame.first) - 1, dtype=np.bool_)
+    longest = len(chain)
+    best = longest + 1
+    best_score = least_score
+    trial = np.empty_like(chain)
+    heavy = layer.rank_load[busiest]
+    for p0 in range(frame.first[busiest], frame.first[busiest + 1]):
+        x = layer.held[p0]
+        if x < 0 or not np.isfinite(cost[p0]):
+            continue
+        share_x = layer.load[x] / layer.copies[x]
+        p, rank = p0, busiest
+        room = level - (heavy - share_x)
+        if room <= 0:
+            continue
+        visited[:] = False
+        visited[busiest] = True
+        before, after, price = excess(heavy, level, mean), 0.0, 0.0
+        for hop in range(min(longest, best)):
+            found, found_rest, found_fits, found_share = -1, np.inf, False, 0.0
+            for light in frame.live:
+                if visited[light] or layer.on[light, x]:
+                    continue
+                for q in range(frame.first[light], frame.first[light + 1]):
+                    y = layer.held[q]
+                    if y < 0 or not np.isfinite(cost[q]):
+                        continue
+                    share_y = layer.load[y] / layer.copies[y]
+                    if share_y > room or share_y >= share_x or layer.on[rank, y]:
+                        continue
+                    rest = layer.rank_load[light] - share_y
+                    fits = rest + share_x <= level
+                    if fits:
+                        if not found_fits or share_y > found_share:
+                            found, found_rest, found_fits, found_share = q, rest, True, share_y
+                    elif not found_fits and rest < found_rest:
+                        found, found_rest, found_share = q, rest, share_y
+            if found < 0:
+                break
+            light = frame.owner[found]
+            trial[hop, 0], trial[hop, 1], trial[hop, 2], trial[hop, 3] = found, x, p, layer.held[found]
+            after += excess(level - room + found_share, level, mean)
+            before += excess(layer.rank_load[light], level, mean)
+            price += cost[found] + cost[p]
+            if found_fits:
+                after += excess(found_rest + share_x, level, mean)
+                score = (before - after) / price
+                if score > best_score:
+                    best_score = score
+                    best = hop + 1
+                    chain[:best] = trial[:best]
+                break
+            visited[light] = True
+            p, rank = found, light
+            room = level - found_rest
+    return best if best <= longest else 0
 
 
 @compiled

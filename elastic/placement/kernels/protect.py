@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from elastic.placement.kernels.cover import PROTECT, record
 from elastic.placement.kernels.jit import compiled
 from elastic.placement.kernels.state import Frame, Ints, Layer, put, take
+from elastic.placement.kernels.steps import PROTECT, record
 
 
 @compiled

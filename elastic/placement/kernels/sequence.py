@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from elastic.placement.kernels.cover import COVER, PROTECT
 from elastic.placement.kernels.jit import compiled
 from elastic.placement.kernels.state import Flags, Floats, Frame, Ints, fill_from, heaviest, new_layer, put, take
+from elastic.placement.kernels.steps import COVER, PROTECT
 
 
 @compiled
@@ -18,16 +18,23 @@ def trace(frame: Frame, loads: Floats, rows: Ints, usable: Flags, steps: Ints, s
         layer = new_layer(frame, loads[number])
         fill_from(frame, layer, rows[number], usable)
         mean = layer.load.sum() / len(frame.live)
-        start[number] = heaviest(frame, layer) / mean
+        busiest = heaviest(frame, layer)
+        start[number] = busiest / mean
         while at < len(steps) and steps[at, 1] == number:
             p, expert, q, other = steps[at, 2], steps[at, 3], steps[at, 4], steps[at, 5]
-            if layer.held[p] >= 0:
+            given = layer.held[p]
+            if given >= 0:
                 take(frame, layer, p)
             if q >= 0:
                 take(frame, layer, q)
                 put(frame, layer, q, other)
             put(frame, layer, p, expert)
-            after[at] = heaviest(frame, layer) / mean
+            # a lone first copy changes one rank and lightens none
+            if given < 0 and layer.copies[expert] == 1:
+                busiest = max(busiest, layer.rank_load[frame.owner[p]])
+            else:
+                busiest = heaviest(frame, layer)
+            after[at] = busiest / mean
             at += 1
 
 

@@ -57,6 +57,19 @@ def new_layer(frame: Frame, load: Floats) -> Layer:
 
 
 @compiled
+def duplicate(layer: Layer) -> Layer:
+    """A copy to try something with."""
+    return Layer(
+        layer.load,
+        layer.held.copy(),
+        layer.copies.copy(),
+        layer.holders.copy(),
+        layer.on.copy(),
+        layer.rank_load.copy(),
+    )
+
+
+@compiled
 def put(frame: Frame, layer: Layer, p: int, expert: int) -> None:
     """Place a replica in the hole `p`."""
     rank = frame.owner[p]
