@@ -25,7 +25,8 @@ log = structlog.get_logger("healer.router")
 
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 1.0
-"""Before the rank that just failed a request gets it again, when there is no other."""
+"""Before the rank that just failed a request gets it again, and before a third rank does: engines that die together answer
+500 for some 0.25 s before their servers end."""
 TAIL_TOKENS = 16
 """Decoded to see whether a character is whole; one has 4 bytes, and a token at least one of them."""
 STEPS_BACK = 8
@@ -77,10 +78,12 @@ async def over_ranks(
     while True:
         rank = await pool.acquire(deadline, avoid)
         try:
-            if rank.id == avoid:
+            if rank.id == avoid or barren > 1:
                 async with asyncio.timeout_at(deadline):
                     await asyncio.sleep(backoff_s)
                 backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
+                if not rank.open:
+                    continue
             async with upstream.losses(rank, deadline):
                 await once(rank)
             return

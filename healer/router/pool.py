@@ -42,6 +42,8 @@ class Rank:
         self.seen = Seen(Reach.UNKNOWN)
         self.in_flight = 0
         self.lost = False
+        self.doubts = 0
+        """How often an attempt said that something is wrong with it."""
         self._at_look = 0
         self._scopes: set[asyncio.Timeout] = set()
         self._kick = asyncio.Event()
@@ -179,8 +181,13 @@ class Pool:
         delay_s = REPROBE_FIRST_S
         try:
             while True:
+                doubts = rank.doubts
+                seen = await look(rank.client)
+                if rank.doubts != doubts:
+                    # an attempt failed meanwhile: what was seen may be older
+                    continue
                 before = rank.open, rank.seen.reach
-                rank.saw(await look(rank.client))
+                rank.saw(seen)
                 if (rank.open, rank.seen.reach) != before:
                     log.info(
                         "rank_seen", slot=rank.id.slot, incarnation=rank.id.incarnation, reach=rank.seen.reach.value
@@ -198,9 +205,10 @@ class Pool:
 
     def suspect(self, rank: Rank, reach: Reach) -> None:
         """An attempt failed there: nothing new until a probe is good again."""
+        rank.doubts += 1
+        rank.probe_now()
         if rank.seen.reach is Reach.OPEN:
             rank.saw(Seen(reach))
-            rank.probe_now()
             self._wake()
 
     def _wake(self) -> None:

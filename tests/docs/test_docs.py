@@ -210,6 +210,12 @@ def imports(package: str) -> set[str]:
     return found
 
 
+GATEWAY_PROCESS = [
+    f"elastic.gateway.{part}" for part in ("dispatcher", "server", "completions", "text", "api", "control")
+]
+"""What the router must not take from the gateway; its pure modules it shares."""
+WITHOUT_NUMPY = ["healer/sensors", "healer/diagnosis", "healer/policy", "healer/targets", "healer/api", "healer/lease"]
+"""All of the daemon but its forecasts, which run in a child."""
 CONTROLLER_SIDE = ["elastic/controller", "elastic/launch", "elastic/gateway"]
 CONTROLLER_SIDE += [f"elastic/{file.stem}" for file in (ROOT / "elastic").glob("*.py")]
 
@@ -218,7 +224,9 @@ CONTROLLER_SIDE += [f"elastic/{file.stem}" for file in (ROOT / "elastic").glob("
     ("package", "forbidden"),
     [
         ("elastic", ("healer", "chaos")),
-        ("healer", ("chaos", "torch", "numpy", "elastic.rank", "elastic.gateway")),
+        ("healer", ("chaos", "torch", "elastic.rank", *GATEWAY_PROCESS)),
+        ("healer/router", ("numpy", "vllm", "tokenizers", "healer.policy", "healer.targets", "healer.supervisor")),
+        *((part, ("numpy",)) for part in WITHOUT_NUMPY),
         ("elastic/rank", ("elastic.controller", "elastic.gateway", "elastic.launch")),
         ("elastic/gateway", ("elastic.controller", "elastic.placement", "elastic.view")),
         ("elastic/placement", ("torch", "elastic.protocol", "elastic.config", "elastic.rank", "elastic.controller")),
