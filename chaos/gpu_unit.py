@@ -16,19 +16,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from chaos.gpu_check import Bench, Line, kernels_of
+from chaos.gpu_kernels import layers, products
 from elastic.config import GroupConfig, default_capture_sizes
 from elastic.errors import ElasticError
 from elastic.lifeline import Lifeline, watch
 from elastic.placement.maps import HOLE, Placement
 from elastic.protocol import Sampling, Submit
 from elastic.rank.architecture import Arena, ExpertBuffers, read_architecture
-from elastic.rank.arithmetic import Arithmetic, CublasArithmetic, TritonArithmetic, check, open_arithmetic
+from elastic.rank.arithmetic import open_arithmetic
 from elastic.rank.buffers import Buffers
 from elastic.rank.checkpoint import Checkpoint
 from elastic.rank.comm.factory import open_backend
@@ -36,7 +37,6 @@ from elastic.rank.comm.nixl_ep import NixlEpBackend
 from elastic.rank.copies import Copier
 from elastic.rank.device import Device, open_device
 from elastic.rank.fatal import DEVICE_ERROR_EXIT, end_if_device_error
-from elastic.rank.graphs import PlainNodes
 from elastic.rank.runner import Runner
 from elastic.rank.sampling import choose
 from elastic.rank.scheduler import Scheduler
@@ -46,86 +46,11 @@ from elastic.tools.make_checkpoint import Options, make_checkpoint
 MODEL = Options(
     layers=16, experts=8, hidden=2048, heads=16, kv_heads=4, head_dim=64, expert_intermediate=128, vocab=1024
 )
-SHAPES = ((2048, 128, 8), (2048, 768, 16), (7168, 2048, 8))
-"""Hidden, width of an expert, experts of a rank."""
 KILLS = 20
 COPY_SHARE = 0.7
 """Of the bandwidth of one large copy from pinned memory, wanted for weights from the host tier."""
 LIFELINE_S = 0.010
 """From SIGKILL to the news, wanted at the 95th percentile, for a process that keeps its GPU busy."""
-
-
-@dataclass(frozen=True)
-class Line:
-    name: str
-    ok: bool
-    text: str
-
-    def __str__(self) -> str:
-        return f"{'ok  ' if self.ok else 'FAIL'} {self.name}: {self.text}"
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What the checks share."""
-
-    config: GroupConfig
-    device: Device
-    work: Path
-
-
-def timed_us(call: Callable[[], Any], repeats: int = 50) -> float:
-    """Of one call in a CUDA graph, replayed."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    for _ in range(repeats):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return 1e3 * float(begin.elapsed_time(end)) / repeats
-
-
-def products(bench: Bench) -> Iterator[Line]:
-    """The Triton kernels beside the library's products: right, batch-invariant, and how long they take."""
-    device, nodes = bench.device, PlainNodes()
-    for hidden, width, experts in SHAPES:
-        began = time.monotonic()
-        chosen = open_arithmetic(device, hidden, width)
-        text = f"hidden {hidden} width {width}: {chosen.name}, ready in {time.monotonic() - began:.2f} s"
-        if chosen.name != "triton":
-            yield Line("products", False, f"{text}; {_why_not(device, hidden, width)}")
-            continue
-        room = 2 * bench.config.max_tokens
-        x, y = device.zeros(experts, room, hidden).normal_(), device.zeros(experts, room, hidden)
-        w13 = device.zeros(experts, 2 * width, hidden).normal_()
-        w2 = device.zeros(experts, hidden, width).normal_()
-        size = (w13.numel() + w2.numel()) * w13.element_size()
-
-        def us(arithmetic: Arithmetic, rows: int) -> float:
-            counts = torch.full((experts,), rows, dtype=torch.int32, device=device.place)  # noqa: B023
-            return timed_us(lambda: arithmetic.experts(x, counts, w13, w2, y, nodes))  # noqa: B023
-
-        reference = us(CublasArithmetic(), room)
-        took = {rows: us(chosen, rows) for rows in (0, 1, 8, room)}
-        shown = ", ".join(f"{rows} rows each {value:.1f} us" for rows, value in took.items())
-        rate = size / took[8] / 1e3
-        text += f"; {experts} experts: {shown} ({rate:.0f} GB/s of weights at 8), padded product {reference:.1f} us"
-        yield Line("products", True, text)
-
-
-def _why_not(device: Device, hidden: int, width: int) -> str:
-    try:
-        return check(TritonArithmetic(), device, hidden, width)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def step(bench: Bench) -> Iterator[Line]:
@@ -165,8 +90,8 @@ def step(bench: Bench) -> Iterator[Line]:
         f"{runner.graphs.captures} sizes {list(sizes)} in {seconds:.2f} s, {taken / 2**20:.0f} MiB",
     )
     row = (*range(arch.experts), *(HOLE,) * (config.slots_per_rank * config.max_ranks - arch.experts))
-    layers = len(arch.moe_layers)
-    runner.set_placement(Placement(arch.experts, config.max_ranks, config.slots_per_rank, (row,) * layers), [0])
+    rows = (row,) * len(arch.moe_layers)
+    runner.set_placement(Placement(arch.experts, config.max_ranks, config.slots_per_rank, rows), [0])
     draw = random.Random(0)
     requests = [
         Submit(
@@ -193,8 +118,21 @@ def step(bench: Bench) -> Iterator[Line]:
         f"logits of 8 requests alone and together differ by at most {worst:.3g}, {wrong} tokens differ",
     )
     moved = runner.graphs.address_changes
-    yield Line("steps", moved == 0, f"median {1e3 * took:.2f} ms with 8 requests, {moved} address changes")
+    arithmetic = open_arithmetic(device, arch).name
+    text = f"{arithmetic}, median {1e3 * took:.2f} ms with {len(requests)} requests, {1e6 * took / arch.layers:.1f} us a layer"
+    counted = _count(runner, ep, runner.graphs.fit(len(requests)), arch.layers)
+    yield Line("steps", moved == 0, f"{text}; {counted}; {moved} address changes")
     ep.close()
+
+
+def _count(runner: Runner, ep: NixlEpBackend, size: int, layers: int) -> str:
+    try:
+        ep.begin_step()
+        count = kernels_of(lambda: runner.graphs.replay(size))
+        ep.end_step()
+    except RuntimeError as error:
+        return f"kernels not counted: {error}"
+    return f"{count} kernels in the graph of {size} rows, {count / layers:.1f} a layer"
 
 
 def _serve(
@@ -372,6 +310,7 @@ def broken() -> None:
 
 CHECKS: dict[str, Callable[[Bench], Iterator[Line]]] = {
     "products": products,
+    "layers": layers,
     "step": step,
     "copies": copies,
     "deaths": deaths,

@@ -116,8 +116,11 @@ def _send(fault: FaultName, run_dir: Path, member: Member) -> Injection:
     before = process.state(member.pid, member.pid_start)
     sent = time.monotonic()
     if fault not in _SIGNALS:
-        fault_path(run_dir, member.slot, member.incarnation).write_text(fault)
-    if not process.send_signal(member.pid, member.pid_start, _SIGNALS.get(fault, signal.SIGUSR2)):
+        _write(fault_path(run_dir, member.slot, member.incarnation), fault)
+        there = process.is_alive(member.pid, member.pid_start)
+    else:
+        there = process.send_signal(member.pid, member.pid_start, _SIGNALS[fault])
+    if not there:
         raise ElasticError(
             f"{member}: ended before it could be signalled; look at the group again with `healer status`"
         )
@@ -125,6 +128,12 @@ def _send(fault: FaultName, run_dir: Path, member: Member) -> Injection:
     if fault == "stop":
         undo = f"healer-chaos inject cont --slot {member.slot} --run-dir {shlex.quote(str(run_dir))}"
     return Injection(fault=fault, member=member, state_before=before, sent=sent, undo=undo)
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def _shows(injection: Injection) -> bool:

@@ -80,7 +80,7 @@ async def _members(deployment: Deployment) -> dict[int, Member]:
 
 
 async def _reports(deployment: Deployment, incident: str) -> list[SequenceReport]:
-    entries: list[dict[str, Any]] = (await deployment.get(f"/history/{incident}"))["entries"]
+    entries: list[dict[str, Any]] = (await deployment.get(f"/incidents/{incident}"))["entries"]
     return [
         msgspec.convert(e["body"]["report"], SequenceReport, str_keys=True) for e in entries if "report" in e["body"]
     ]

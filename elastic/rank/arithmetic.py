@@ -1,8 +1,10 @@
-"""Which matrix products a step uses, by device: chosen once, when the rank's model is built.
+"""Which kernels compute a step, by device: chosen once, when the rank's model is built.
 
 A row's bits may not depend on its batch (see `layers`). On a CPU the library's products keep that for at least CPU_MIN_ROWS
-rows. On a GPU cuBLAS does not, so there the products are Triton kernels of our own (`kernels`), unless triton is missing or
-fails the check at start; then cuBLAS serves, and an answer that is replayed may differ from the one that was interrupted.
+rows. On a GPU cuBLAS does not, so there the products are Triton kernels of our own (`kernels`), and so is the rest of a
+layer (`layer_kernels`), where torch would run several times as many kernels. Each is checked at start. Where triton is
+missing or a check fails, torch does the rest of the layer; where it is the products, cuBLAS serves, and an answer that is
+replayed may differ from the one that was interrupted.
 """
 
 import functools
@@ -13,11 +15,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from elastic.config import CPU_MIN_ROWS
+from elastic.rank import reference
+from elastic.rank.architecture import Architecture
+from elastic.rank.arithmetic_check import check_layers, check_products
 from elastic.rank.device import Device
-from elastic.rank.graphs import Nodes, PlainNodes
-
-TOLERANCE = 0.02
-"""Of the check, as a share of the largest result: bfloat16 rounds by up to 0.004, three times in a row."""
+from elastic.rank.graphs import Nodes
+from elastic.rank.reference import Rows, padded_experts
 
 log = structlog.get_logger("elastic.arithmetic")
 
@@ -49,8 +52,41 @@ class Arithmetic(Protocol):
         2 * width, hidden] gate over up, w2 [experts, hidden, width]. Rows of y beyond the counts are worth nothing."""
         ...
 
+    def norm(self, x: torch.Tensor, delta: torch.Tensor | None, w: torch.Tensor, eps: float) -> torch.Tensor:
+        """x += delta in place, if there is one; returns x / rms(x) * w. x, delta [rows, hidden], w [hidden]."""
+        ...
 
-class CpuArithmetic:
+    def attend(
+        self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor, rows: Rows, cache: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Normalise and rotate queries and keys, store keys and values of all rows in `cache`, then attend from each row
+        over its own sequence up to its position: rows of one sequence in one step see those before them.
+
+        qkv [rows, (heads + 2 * kv_heads) * head_dim], q_norm and k_norm [head_dim], cache [2, sequences, kv_heads,
+        max_model_len, head_dim] of this layer; returns [rows, heads * head_dim]. What is not finite is stored as 0.
+        """
+        ...
+
+    def route(
+        self, logits: torch.Tensor, table: torch.Tensor, routes: torch.Tensor, top_k: int, renormalise: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Softmax of `logits` [rows, experts], the `top_k` most probable, each through `table[expert, routes[row]]`.
+
+        table [experts, columns] int64, routes [rows] int64. Returns weights [rows, top_k] float32, which sum to 1 if
+        `renormalise`, and physical slots [rows, top_k] int64. The experts of a row differ, whatever the logits.
+        """
+        ...
+
+
+class _TorchLayers:
+    """All but the products, by torch."""
+
+    norm = staticmethod(reference.norm)
+    attend = staticmethod(reference.attend)
+    route = staticmethod(reference.route)
+
+
+class CpuArithmetic(_TorchLayers):
     """float32, on the host's matrix library."""
 
     name = "cpu"
@@ -68,7 +104,7 @@ class CpuArithmetic:
         padded_experts(x, w13, w2, y, rows)
 
 
-class CublasArithmetic:
+class CublasArithmetic(_TorchLayers):
     """The fall-back on a GPU: right, slower where rows are few, and a row's bits depend on its batch."""
 
     name = "cublas"
@@ -85,10 +121,10 @@ class CublasArithmetic:
         padded_experts(x, w13, w2, y, x.shape[1])
 
 
-class TritonArithmetic:
-    """The kernels of `kernels`. Raises ImportError where triton is missing."""
+class TritonProducts(_TorchLayers):
+    """The kernels of `kernels`; the rest by torch. Raises ImportError where triton is missing."""
 
-    name = "triton"
+    name = "triton-products"
 
     def __init__(self) -> None:
         from elastic.rank import kernels
@@ -109,68 +145,54 @@ class TritonArithmetic:
         self._kernels.expert_mlps(x, counts, w13, w2, y)
 
 
+class TritonArithmetic(TritonProducts):
+    """The kernels of `kernels` and `layer_kernels`. Raises ImportError where triton is missing."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        super().__init__()
+        from elastic.rank import layer_kernels
+
+        self._layers = layer_kernels
+
+    def norm(self, x: torch.Tensor, delta: torch.Tensor | None, w: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._layers.norm(x, delta, w, eps)
+
+    def attend(
+        self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor, rows: Rows, cache: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        q = self._layers.turn_and_store(qkv, q_norm, k_norm, rows, cache, eps)
+        return self._layers.attention(q, rows, cache).view(len(q), -1)
+
+    def route(
+        self, logits: torch.Tensor, table: torch.Tensor, routes: torch.Tensor, top_k: int, renormalise: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._layers.route(logits, table, routes, top_k, renormalise)
+
+
 @functools.cache
-def open_arithmetic(device: Device, hidden: int, width: int) -> Arithmetic:
-    """The best of the device; asked once for each model. On a GPU the kernels are compiled (once a machine, then cached) and checked on experts of the
-    model's sizes; logs why not where they cannot be used."""
+def open_arithmetic(device: Device, arch: Architecture) -> Arithmetic:
+    """The best of the device; asked once for each model. On a GPU the kernels are compiled (once a machine, then cached)
+    and checked on the model's sizes; logs why not where they cannot be used."""
     if not device.is_gpu:
         return CpuArithmetic()
     try:
-        arithmetic = TritonArithmetic()
-        problem = check(arithmetic, device, hidden, width)
+        products = TritonProducts()
+        problem = check_products(products, device, arch.hidden, arch.expert_intermediate)
     except Exception as error:  # triton raises what its compiler, the driver or a C compiler say
         problem = f"{type(error).__name__}: {error}"
-    if not problem:
-        return arithmetic
-    log.warning("the Triton kernels are not used: products are cuBLAS's, and a row depends on its batch", why=problem)
-    return CublasArithmetic()
-
-
-def padded_experts(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, y: torch.Tensor, rows: int) -> None:
-    """SwiGLU of all local experts at once: y[:, :rows] from x[:, :rows]; the reference for the kernels.
-
-    Rows beyond an expert's count are computed too and ignored: one product of a fixed kind is cheaper, for small
-    experts, than one for each expert, and a row's result is the same wherever it stands.
-    """
-    gate, up = torch.bmm(x[:, :rows], w13.transpose(1, 2)).chunk(2, -1)
-    y[:, :rows] = torch.bmm(F.silu(gate).mul_(up), w2.transpose(1, 2))
-
-
-def check(arithmetic: Arithmetic, device: Device, hidden: int, width: int, room: int = 64) -> str:
-    """What is wrong with `arithmetic` on this device, or nothing: results beside the reference, rows beyond a count left
-    alone, and a row's bits the same in every place and company."""
-    draw = torch.Generator(device.place).manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        made = torch.randn(*shape, generator=draw, device=device.place, dtype=torch.float32)
-        return made.div_(shape[-1] ** 0.5 if len(shape) == 3 else 1.0).to(device.dtype)
-
-    experts, row = 3, random(1, hidden)
-    w13, w2 = random(experts, 2 * width, hidden), random(experts, hidden, width)
-    x = random(experts * room, hidden).view(experts, room, hidden)
-    places = ((1, 0), (2, room // 2 + 1))
-    w13[2], w2[2] = w13[1], w2[1]
-    for place in places:
-        x[place] = row[0]
-    counts = device.to(torch.tensor([0, 1, room - 3], dtype=torch.int32))
-    y, want = torch.full_like(x, 7.0), torch.empty_like(x)
-    arithmetic.experts(x, counts, w13, w2, y, PlainNodes())
-    padded_experts(x, w13, w2, want, room)
-    for expert, count in enumerate(counts.tolist()):
-        if not bool((y[expert, count:] == 7.0).all()):
-            return f"expert {expert}: rows beyond the {count} that count were written"
-        if count and (wrong := _difference(y[expert, :count], want[expert, :count])) > TOLERANCE:
-            return f"expert {expert}: results differ from the reference by {wrong:.3g} of the largest"
-    if not torch.equal(y[places[0]], y[places[1]]):
-        return "a row's bits depend on its place"
-    w = w13[1]
-    alone = arithmetic.linear(row, w)
-    if (wrong := _difference(alone, F.linear(row, w))) > TOLERANCE:
-        return f"a product differs from the reference by {wrong:.3g} of the largest"
-    if any(not torch.equal(alone[0], arithmetic.linear(x[2, :rows], w)[places[1][1]]) for rows in (room - 20, room)):
-        return "a row's bits depend on the number of rows"
-    return ""
-
-
-def _difference(found: torch.Tensor, want: torch.Tensor) -> float:
-    return float((found.float() - want.float()).abs().max() / want.float().abs().max())
+    if problem:
+        log.warning(
+            "the Triton kernels are not used: products are cuBLAS's, and a row depends on its batch", why=problem
+        )
+        return CublasArithmetic()
+    try:
+        arithmetic = TritonArithmetic()
+        problem = next((found.problem for found in check_layers(arithmetic, device, arch) if found.problem), "")
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        log.warning("torch computes all but the products, with several times as many kernels in a step", why=problem)
+        return products
+    return arithmetic

@@ -95,9 +95,6 @@ def prepare(config: GroupConfig, slot: int, device: Device | None = None) -> Bas
     """
     # kill -USR1 writes every thread's stack to the rank's log
     faulthandler.register(signal.SIGUSR1)
-    if config.fault_injection:
-        # before any other thread exists: they inherit the mask
-        signal.pthread_sigmask(signal.SIG_BLOCK, {faults.ASK})
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     # the agent must get the interpreter within a fraction of a step, also while the loop computes

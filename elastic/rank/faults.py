@@ -1,11 +1,10 @@
 """Faults from within a rank, for chaos tests: only in a group whose configuration says `fault_injection`.
 
-SIGUSR2 asks for one; its name is read from the file at `paths.fault_path`. A thread of its own waits for the signal, so that
-a rank that is busy or stuck can be asked too. The GPU faults launch a kernel that does what a wrong kernel of a library
-would do; they end the CUDA context of this process and leave the GPU as it was.
+The name of one is written to the file at `paths.fault_path`. A thread of its own looks for it, so that a rank that is busy
+or stuck can be asked too (a signal would end the process where a library's thread takes it). The GPU faults launch a kernel
+that does what a wrong kernel of a library would do; they end the CUDA context of this process and leave the GPU as it was.
 """
 
-import contextlib
 import signal
 import threading
 import time
@@ -14,36 +13,40 @@ from pathlib import Path
 
 import torch
 
-ASK = signal.SIGUSR2
+LOOK_S = 0.02
 STUCK = signal.SIGRTMIN + 1
 UNMAPPED = 0x1000
 """An address in the first pages, which no allocation is given."""
 
 
 def arm(path: Path, place: Callable[[], torch.device]) -> None:
-    """Wait for orders from now on. To be called by the main thread before any other thread exists: they inherit its mask.
-
-    `place` gives the rank's device once it is open.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {ASK})
-    signal.signal(STUCK, lambda *_: time.sleep(float(threading.TIMEOUT_MAX)))
-    threading.Thread(target=_wait, args=(path, place), name="faults", daemon=True).start()
+    """Look for orders from now on. Called by the main thread. `place` gives the rank's device once it is open."""
+    signal.signal(STUCK, _stand_still)
+    threading.Thread(target=_look, args=(path, place), name="faults", daemon=True).start()
 
 
-def _wait(path: Path, place: Callable[[], torch.device]) -> None:
+def _stand_still(*_: object) -> None:
     while True:
-        signal.sigwait({ASK})
-        with contextlib.suppress(OSError):
+        time.sleep(3600)
+
+
+def _look(path: Path, place: Callable[[], torch.device]) -> None:
+    while True:
+        time.sleep(LOOK_S)
+        try:
             name = path.read_text().strip()
-            print(f"fault injection: {name}", flush=True)
-            fault = FAULTS.get(name)
-            if fault is None:
-                print(f"fault injection: unknown, expected one of {', '.join(FAULTS)}", flush=True)
-                continue
-            try:
-                fault(place())
-            except Exception as error:
-                print(f"fault injection: {name} raised {type(error).__name__}: {error}", flush=True)
+            path.unlink()
+        except OSError:
+            continue
+        print(f"fault injection: {name}", flush=True)
+        fault = FAULTS.get(name)
+        if fault is None:
+            print(f"fault injection: unknown, expected one of {', '.join(FAULTS)}", flush=True)
+            continue
+        try:
+            fault(place())
+        except Exception as error:
+            print(f"fault injection: {name} raised {type(error).__name__}: {error}", flush=True)
 
 
 def _store(address: int) -> None:

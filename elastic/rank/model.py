@@ -10,7 +10,8 @@ from elastic.rank.buffers import Buffers
 from elastic.rank.comm.base import EpBackend
 from elastic.rank.device import CPU, Device
 from elastic.rank.graphs import Nodes
-from elastic.rank.layers import LayerWeights, Rows, attention, mlp, rms_norm, rope_tables, route
+from elastic.rank.layers import LayerWeights, attention, mlp
+from elastic.rank.reference import Rows, Tables
 from elastic.rank.routing import RouteTable
 
 
@@ -37,7 +38,7 @@ class Model:
         sequences = config.max_seqs + 1
         self._arch, self._ep, self._buffers, self._device = arch, ep, buffers, device
         self._min_rows = config.min_rows
-        self._math = arithmetic or open_arithmetic(device, arch.hidden, arch.expert_intermediate)
+        self._math = arithmetic or open_arithmetic(device, arch)
 
         buffers.add("dense", arena.flat)
         buffers.add("experts.w13", experts.w13)
@@ -45,16 +46,16 @@ class Model:
         self.inputs = buffers.add("inputs", device.zeros(4, rows, dtype=torch.int64))
         self.logits = buffers.add("logits", device.zeros(rows, arch.vocab, dtype=torch.float32))
         self.routes = RouteTable(ep.rank, len(arch.moe_layers), arch.experts, rows, buffers, device)
+        self._route_tables = buffers["route.table"].unbind()
         cache_shape = (arch.layers, 2, sequences, kv, length, arch.head_dim)
         self._cache = buffers.add("kv", device.zeros(*cache_shape))
         self._out = buffers.add("ep.out", device.zeros(rows, arch.hidden))
         self._y = buffers.add("ep.y", device.zeros(ep.experts_per_rank, ep.capacity * ep.max_tokens, arch.hidden))
-        cos, sin = (device.to(table.to(device.dtype)) for table in rope_tables(arch, length))
-        self._cos, self._sin = buffers.add("rope.cos", cos), buffers.add("rope.sin", sin)
-        self._steps = buffers.add("kv.positions", device.to(torch.arange(length)))
-        heads = torch.arange(2)[:, None] * (sequences * kv) + torch.arange(kv)[None]
-        self._heads = buffers.add("kv.heads", device.to((heads * length).view(1, -1)))
-        self._seq_stride = kv * length
+        self._tables = tables = Tables.of(arch, sequences, length, device)
+        buffers.add("rope.cos", tables.cos)
+        buffers.add("rope.sin", tables.sin)
+        buffers.add("kv.positions", tables.steps)
+        buffers.add("kv.heads", tables.heads)
 
         self._layers = [LayerWeights.of(arch, arena, i) for i in range(arch.layers)]
         self._experts = [(experts.w13[i], experts.w2[i]) for i in range(len(arch.moe_layers))]
@@ -78,30 +79,25 @@ class Model:
 
     def step(self, rows: int, nodes: Nodes) -> None:
         """Run rows `[:rows]` of the inputs; at least as many as the device's arithmetic needs."""
-        arch, inputs = self._arch, self.inputs[:, :rows]
-        tokens, seqs, positions, routes = inputs[0], inputs[1], inputs[2], inputs[3, :, None]
-        place = torch.add(positions, seqs, alpha=self._seq_stride)
-        bias = self._cos.new_zeros(rows, len(self._steps)).masked_fill_(self._steps > positions[:, None], float("-inf"))
-        shared = Rows(
-            seqs=seqs,
-            cos=self._cos.index_select(0, positions),
-            sin=self._sin.index_select(0, positions),
-            bias=bias[:, None, None],
-            cells=(place[:, None] + self._heads).view(-1),
-        )
+        arch, math = self._arch, self._math
+        tokens, seqs, positions, routes = self.inputs[:, :rows].unbind()
+        shared = Rows(seqs, positions, self._tables)
         x = self._embed.index_select(0, tokens)
+        delta: torch.Tensor | None = None
         for i, w in enumerate(self._layers):
-            x = x + attention(rms_norm(x, w.input_norm, arch.rms_eps), w, arch, shared, self._cache[i], self._math)
-            hidden = rms_norm(x, w.post_norm, arch.rms_eps)
+            hidden = math.norm(x, delta, w.input_norm, arch.rms_eps)
+            delta = attention(hidden, w, arch, shared, self._cache[i], math)
+            hidden = math.norm(x, delta, w.post_norm, arch.rms_eps)
             if w.dense13 is not None and w.dense2 is not None:
-                x = x + mlp(hidden, w.dense13, w.dense2, self._math)
+                delta = mlp(hidden, w.dense13, w.dense2, math)
             elif w.gate is not None:
-                x = x + self._moe(hidden, w.gate, self._moe_index[i], routes, nodes)
-        self._math.logits(rms_norm(x, self._norm, arch.rms_eps), self._head, self.logits[:rows])
+                delta = self._moe(hidden, w.gate, self._moe_index[i], routes, nodes)
+        math.logits(math.norm(x, delta, self._norm, arch.rms_eps), self._head, self.logits[:rows])
 
     def _moe(self, x: torch.Tensor, gate: torch.Tensor, layer: int, routes: torch.Tensor, nodes: Nodes) -> torch.Tensor:
-        weights, chosen = route(x, gate, self._arch, self._math)
-        physical = self.routes.physical(layer, chosen, routes)
+        arch, table = self._arch, self._route_tables[layer]
+        logits = self._math.linear(x, gate)
+        weights, physical = self._math.route(logits, table, routes, arch.top_k, arch.norm_topk_prob)
         received = nodes.external(self._ep.dispatch, x, physical)
         w13, w2 = self._experts[layer]
         self._math.experts(received.x, received.counts, w13, w2, self._y, nodes)

@@ -24,12 +24,12 @@ async def heal(deployment: Deployment, prompts: list[Tokens], expected: list[Tok
     assert_same(traffic.answers, expected)
 
     async def healed() -> dict[str, Any] | None:
-        history = await deployment.get("/history")
+        history = await deployment.get("/incidents")
         closed = history and history[0]["outcome"] == "healed" and members(deployment)[1] != processes[1]
         return history[0] if closed else None
 
     incident = await eventually(healed, "the incident is closed", 60)
-    entries = (await deployment.get(f"/history/{incident['id']}"))["entries"]
+    entries = (await deployment.get(f"/incidents/{incident['id']}"))["entries"]
     reports = [e["body"]["report"] for e in entries if "report" in e["body"]]
     return {r["kind"]: r for r in reports}
 

@@ -11,6 +11,7 @@ from elastic.config import GroupConfig
 from elastic.placement.maps import HOLE, Placement
 from elastic.protocol import Emitted, Sampling, Submit
 from elastic.rank.architecture import Architecture, Arena, ExpertBuffers, read_architecture
+from elastic.rank.arithmetic import Arithmetic
 from elastic.rank.buffers import Buffers
 from elastic.rank.comm.base import LIVE, PeerFault, Received, never
 from elastic.rank.runner import Runner
@@ -137,6 +138,7 @@ def open_rank(
     capture_sizes: tuple[int, ...] = (4, 8, 16, 32),
     order: list[int] | None = None,
     backend: type[LoopbackEp] = LoopbackEp,
+    arithmetic: Arithmetic | None = None,
 ) -> Rank:
     arch = read_architecture(checkpoint)
     config = GroupConfig(
@@ -155,7 +157,7 @@ def open_rank(
     arena, experts = Arena(arch.dense_shapes()), ExpertBuffers(arch, arch.experts)
     load(checkpoint, arch, arena, experts, order)
     ep, buffers = backend(arch.experts, max_tokens, arch.hidden), Buffers()
-    runner = Runner(config, arch, arena, experts, ep, buffers)
+    runner = Runner(config, arch, arena, experts, ep, buffers, arithmetic=arithmetic)
     runner.capture()
     runner.set_placement(Placement(arch.experts, 1, arch.experts, (tuple(order),) * len(arch.moe_layers)), [0])
     return Rank(config, arch, arena, experts, ep, buffers, runner)

@@ -1,27 +1,33 @@
-"""The Triton kernels in Triton's interpreter, which computes on the host: tiles, masks and counts, not a GPU's rounding."""
+"""The Triton products in Triton's interpreter, which computes on the host: tiles, masks and counts, not a GPU's rounding."""
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from elastic.rank import arithmetic as arithmetic_module
-from elastic.rank.arithmetic import CpuArithmetic, CublasArithmetic, check, open_arithmetic, padded_experts
+from elastic.rank.architecture import Architecture
+from elastic.rank.arithmetic import CpuArithmetic, CublasArithmetic, TritonArithmetic, TritonProducts, open_arithmetic
+from elastic.rank.arithmetic_check import Found, check_products
 from elastic.rank.device import CPU, Device
 from elastic.rank.graphs import PlainNodes
+from elastic.rank.reference import padded_experts
 
 INTERPRETED = """
 import json, os, sys
 os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from elastic.rank import kernels
-from elastic.rank.arithmetic import TritonArithmetic, check, padded_experts
+from elastic.rank.arithmetic import TritonProducts
+from elastic.rank.arithmetic_check import check_products
 from elastic.rank.device import CPU
+from elastic.rank.reference import padded_experts
 
 torch.manual_seed(0)
-found = {"check": check(TritonArithmetic(), CPU, 160, 48), "experts": [], "linear": [], "beyond": True}
+found = {"check": check_products(TritonProducts(), CPU, 160, 48), "experts": [], "linear": [], "beyond": True}
 for counts, room, hidden, width in json.loads(sys.argv[1]):
     experts = len(counts)
     x, w13 = torch.randn(experts, room, hidden), torch.randn(experts, 2 * width, hidden) / hidden**0.5
@@ -106,23 +112,77 @@ class Wrong(CpuArithmetic):
     ],
 )
 def test_a_kernel_that_is_wrong_on_this_machine_is_found_at_start(fault: str, words: str) -> None:
-    problem = check(Wrong(fault), CPU, 64, 32)
+    problem = check_products(Wrong(fault), CPU, 64, 32)
     assert problem == "" if not fault else words in problem
 
 
-def test_where_the_kernels_fail_the_library_serves_and_the_log_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+class Gpu(Device):
+    is_gpu = True
+
+
+@pytest.fixture
+def arch() -> Architecture:
+    return Architecture(
+        vocab=8, hidden=64, layers=1, heads=2, kv_heads=1, head_dim=16, dense_intermediate=0, expert_intermediate=32,
+        experts=4, top_k=2, norm_topk_prob=True, moe_layers=(0,), rms_eps=1e-6, rope_theta=1e4, tied=False, eos_ids=(),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def gpu() -> Iterator[Device]:
+    """A CPU that is taken for a GPU; what was chosen for it is forgotten before and after."""
+    open_arithmetic.cache_clear()
+    yield Gpu(CPU.place, torch.float32)
+    open_arithmetic.cache_clear()
+
+
+def broken(*_: object) -> str:
+    raise RuntimeError("no C compiler")
+
+
+def test_where_the_products_fail_the_library_serves_and_the_log_says_why(
+    gpu: Device, arch: Architecture, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Gpu(Device):
-        is_gpu = True
-
-    def broken() -> None:
-        raise RuntimeError("no C compiler")
-
-    monkeypatch.setattr(arithmetic_module, "TritonArithmetic", broken)
-    chosen = open_arithmetic(Gpu(CPU.place, torch.float32), 64, 32)
-    assert isinstance(chosen, CublasArithmetic)
+    monkeypatch.setattr(arithmetic_module, "TritonProducts", broken)
+    assert isinstance(open_arithmetic(gpu, arch), CublasArithmetic)
     assert "no C compiler" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        (broken, "no C compiler"),
+        (lambda *_: iter([Found("norm", "", 0.0), Found("routing", "routing: other experts", 0.0)]), "other experts"),
+    ],
+)
+def test_where_a_kernel_of_the_layer_fails_torch_does_its_part_and_the_products_stay(
+    gpu: Device,
+    arch: Architecture,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    layers: Callable[..., object],
+    words: str,
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(arithmetic_module, "check_products", lambda *_: "")
+    monkeypatch.setattr(arithmetic_module, "check_layers", layers)
+    chosen = open_arithmetic(gpu, arch)
+    assert isinstance(chosen, TritonProducts)
+    assert not isinstance(chosen, TritonArithmetic)
+    assert chosen.norm is CpuArithmetic.norm
+    said = capsys.readouterr().out
+    assert words in said
+    assert len(said.splitlines()) == 1
+
+
+def test_where_every_check_passes_the_kernels_serve_and_nothing_is_said(
+    gpu: Device, arch: Architecture, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(arithmetic_module, "check_products", lambda *_: "")
+    monkeypatch.setattr(arithmetic_module, "check_layers", lambda *_: iter([Found("norm", "", 0.0)]))
+    assert isinstance(open_arithmetic(gpu, arch), TritonArithmetic)
+    assert capsys.readouterr().out == ""
 
 
 def test_the_fall_back_computes_what_the_cpu_computes() -> None:
