@@ -74,7 +74,8 @@ class CpuEpBackend:
         self._endpoints: dict[int, bytes] = {}
         self._generation = 0
         self._faults: deque[PeerFault] = deque()
-        self._waiting: tuple[int, ...] = ()
+        self._waiting: tuple[int, int, tuple[int, ...]] | None = None
+        """Channel, number and peers of the wait that is under way."""
 
         self._next_tag = 1
         self._tag = 0
@@ -223,7 +224,13 @@ class CpuEpBackend:
         self._next_tag, self._flight = base, None
 
     def waiting_on(self) -> tuple[int, ...]:
-        return self._waiting
+        wait = self._waiting
+        if wait is None:
+            return ()
+        # looked up again: a thread that is stuck in here does not see that what it waited for has come
+        channel, tag, peers = wait
+        words = self._transport.inbox.words
+        return tuple(p for p in peers if self._masks[p] == LIVE and words[channel, p] != tag)
 
     def poll_faults(self) -> list[PeerFault]:
         self._note_lost()
@@ -251,10 +258,10 @@ class CpuEpBackend:
                 if now >= until:
                     self._fail(waiting, "timeout")
                     break
-                self._waiting = tuple(waiting)
+                self._waiting = (channel, tag, tuple(waiting))
                 self._transport.wait(ticket, until - now)
         finally:
-            self._waiting = ()
+            self._waiting = None
         return tuple(p for p in expected if p == self.rank or (masks[p] == LIVE and words[channel, p] == tag))
 
     def _gather(self, arrived: Sequence[int]) -> tuple[Ints, tuple[tuple[int, int, int], ...]]:
