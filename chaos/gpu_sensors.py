@@ -28,7 +28,7 @@ from elastic.client import Traffic, random_prompts
 from healer.deployment import Deployment, eventually
 from healer.interrupt import run_to_its_end
 
-VOCAB, SECONDS = 1024, 15.0
+VOCAB, SECONDS = 1024, 10.0
 MODEL = {"layers": 8, "experts": 8, "hidden": 2048, "expert-intermediate": 128, "heads": 16, "kv-heads": 4}
 HOG = """
 import time, torch

@@ -41,6 +41,7 @@ from elastic.rank.runner import Runner
 from elastic.rank.sampling import choose
 from elastic.rank.scheduler import Scheduler
 from elastic.rank.tier import HostTier, build
+from elastic.rank.weights import QUEUED
 from elastic.tools.make_checkpoint import Options, make_checkpoint
 
 MODEL = Options(
@@ -174,11 +175,13 @@ def copies(bench: Bench) -> Iterator[Line]:
             best = 0.0
             for _ in range(5):
                 began = time.monotonic()
-                pairs = []
-                for layer, e in places:
-                    w13, w2 = tier.expert(layer, e)
-                    pairs += [(experts.w13[layer, e], w13), (experts.w2[layer, e], w2)]
-                copier.run(pairs)
+                for first in range(0, len(places), QUEUED):
+                    pairs = []
+                    for layer, e in places[first : first + QUEUED]:
+                        w13, w2 = tier.expert(layer, e)
+                        pairs += [(experts.w13[layer, e], w13), (experts.w2[layer, e], w2)]
+                    copier.queue(pairs)
+                copier.wait()
                 best = max(best, size / (time.monotonic() - began) / 1e9)
             return best
 

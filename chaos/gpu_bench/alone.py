@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from chaos.gpu_bench.lab import Lab, Running, describe, forget
+from chaos.gpu_bench.lab import FULL_TOKENS, Lab, Running, describe, forget
 from elastic import lifeline, process
 from elastic.channel import Channel
 from elastic.config import GroupConfig
@@ -78,7 +78,7 @@ async def solo(mode: str, config: GroupConfig, *arguments: str, gpu: int = 0) ->
 
 async def recapture(lab: Lab, running: Running) -> None:
     """Warming up and capturing the same sizes, on one GPU."""
-    config = lab.group(await lab.checkpoint("narrow"))
+    config = lab.group(await lab.checkpoint("narrow"), max_tokens=FULL_TOKENS)
     running.config = describe(config, lab.model("narrow"))
     async with solo("recapture", config) as one:
         running.figures["narrow"] = await one.line()
@@ -215,7 +215,7 @@ def _notices(facts: dict[str, Any]) -> dict[str, float]:
 
 PLANS: dict[str, tuple[str, float, int, Callable[[Lab, Running], Awaitable[None]]]] = {
     "copy": ("Ceiling of copies from host memory", 15.0, 1, copy),
-    "recapture": ("Baseline: graphs captured again", 30.0, 1, recapture),
+    "recapture": ("Baseline: graphs captured again", 40.0, 1, recapture),
     "agent": ("Decode steps with and without the agent", 50.0, 1, agent),
     "witnesses": ("SIGKILL to the notice of each witness", 35.0, 8, witnesses),
 }

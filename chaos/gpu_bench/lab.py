@@ -17,6 +17,8 @@ from elastic.config import GroupConfig
 from elastic.errors import ElasticError
 
 VOCAB = 1024
+FULL_TOKENS = 256
+"""The dispatch limit with all 35 of vLLM's capture sizes."""
 LOG_TAIL = 3000
 GRACE_S = 30.0
 """A part that has spent its budget ends after the sample at work; one that takes longer than this on top is cut off."""

@@ -10,7 +10,7 @@ from typing import Any
 from chaos.gpu_bench import ranks
 from chaos.gpu_bench.clients import Told
 from chaos.gpu_bench.group import BenchGroup, with_answers
-from chaos.gpu_bench.lab import VOCAB, Lab, Running, describe
+from chaos.gpu_bench.lab import FULL_TOKENS, VOCAB, Lab, Running, describe
 from chaos.gpu_bench.records import Part
 from elastic.client import random_prompts
 
@@ -161,9 +161,12 @@ async def run_main(lab: Lab) -> None:
     # on GPUs a spare takes longer to come up than a refill that has one, so two stand by for each slot
     spares = Shared(lab, "narrow", spares=2 if lab.options.cpu else 4)
     spares.plan("kill", "SIGKILL with replicas and warm spares", 130, 30, kills)
-    spares.plan("scale", "Planned scale down and up, warm spares", 50, 10, scales)
     spares.plan("logits", "Logits of the same prompts before and after a loss", 15, 8, logits)
     await spares.run()
+    # as many graphs as vLLM captures by default, and as the baseline captures again
+    full = Shared(lab, "narrow", spares=2, max_tokens=FULL_TOKENS)
+    full.plan("scale", "Planned scale down and up, warm spares", 70, 10, scales)
+    await full.run()
     orphans = Shared(lab, "narrow", redundant_experts=0, host_tier=True)
     orphans.plan("orphans", "SIGKILL without replicas: orphans from the host tier, no spares", 50, 5, kills)
     await orphans.run()

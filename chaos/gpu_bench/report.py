@@ -25,12 +25,16 @@ class Target:
 
 TARGETS = (
     Target("kill", "stepped_s", "p95", 0.025, False, "s"),
-    Target("orphans", "stepped_s", "p95", 0.025, False, "s"),
+    Target("orphans", "stepped_beyond_copy_s", "p95", 0.025, False, "s"),
+    Target("orphans-wide", "stepped_beyond_copy_s", "p95", 0.025, False, "s"),
     Target("kill", "refill_pause_s", "p95", 0.005, False, "s"),
     Target("orphans", "refill_pause_s", "p95", 0.005, False, "s"),
+    Target("kill", "refill_excess_s", "p95", 0.005, False, "s"),
+    Target("orphans", "refill_excess_s", "p95", 0.005, False, "s"),
     Target("kill", "refill_gap_s", "p95", 0.020, False, "s"),
     Target("orphans", "refill_gap_s", "p95", 0.020, False, "s"),
     Target("scale", "planned_pause_s", "p95", 0.005, False, "s"),
+    Target("scale", "planned_excess_s", "p95", 0.005, False, "s"),
     Target("scale", "planned_gap_s", "p95", 0.020, False, "s"),
     Target("recapture", "recapture_over_commit_pause", "value", 100.0, True, "x"),
     Target("orphans", "copy_over_ceiling_percent", "p50", 70.0, True, "%"),
@@ -44,8 +48,10 @@ WORDS = {
     "covered_s": "fault to every expert covered",
     "committed_s": "fault to the new map committed",
     "stepped_s": "fault to the first correct step of every survivor",
+    "stepped_beyond_copy_s": "of it, without the copy of the orphans",
     "loss_pause_s": "pause of a survivor (last step before the fault to first after)",
     "refill_pause_s": "refill: commit pause of a survivor",
+    "refill_excess_s": "refill: commit pause beyond an ordinary round",
     "refill_gap_s": "refill: longest gap of a survivor, background work included",
     "capacity_s": "fault to full size",
     "refill_process_s": "refill: process and imports",
@@ -55,6 +61,7 @@ WORDS = {
     "refill_capture_s": "refill: warm-up and capture",
     "refill_connect_s": "refill: connect the exchange",
     "planned_pause_s": "planned change: commit pause of a survivor",
+    "planned_excess_s": "planned change: commit pause beyond an ordinary round",
     "planned_gap_s": "planned change: longest gap of a survivor",
     "grow_s": "scale up, request to commit",
     "shrink_s": "scale down, request to commit",
@@ -105,6 +112,13 @@ def _joiner(sample: Sample, take: Callable[[Any], float]) -> Values:
     return _worst(take(j) for s in _refill(sample) for j in s.joiners.values())
 
 
+def _excess(sequences: Sequence[Any], survivors: Sequence[Any]) -> Values:
+    """What a commit adds to the time from one step to the next: the pause less the median round before."""
+    rounds = {s.slot: s.step_before_s for s in survivors if s.step_before_s is not None}
+    found = ((slot, pause) for s in sequences for slot, pause in s.pause_s.items())
+    return _worst(pause - rounds[slot] for slot, pause in found if slot in rounds)
+
+
 def figures_of(sample: Sample, ceiling: float | None = None) -> dict[str, float]:
     """The figures of one sample, by name; what it has no value for is absent. `ceiling`: bytes a second."""
     loss, refill = _loss(sample), _refill(sample)
@@ -120,9 +134,11 @@ def figures_of(sample: Sample, ceiling: float | None = None) -> dict[str, float]
         "covered_s": _phase_end(loss, "cover"),
         "committed_s": _phase_end(loss, "commit"),
         "stepped_s": _worst(v for s in loss for v in s.first_step_s.values()),
+        "stepped_beyond_copy_s": _worst(v - copy_s for s in loss for v in s.first_step_s.values() if moved),
         "loss_pause_s": _worst(v for s in loss for v in s.pause_s.values()),
         "capacity_s": [sample.capacity_s] if refill else [],
         "refill_pause_s": _worst(v for s in refill for v in s.pause_s.values()),
+        "refill_excess_s": _excess(refill, survivors),
         "refill_gap_s": _worst(s.longest_gap_s for s in survivors if refill and s.longest_gap_s is not None),
         "refill_process_s": _joiner(sample, lambda j: j.boot_s.get("process", 0.0)),
         "refill_device_s": _joiner(sample, lambda j: j.boot_s.get("device", 0.0)),
@@ -132,6 +148,7 @@ def figures_of(sample: Sample, ceiling: float | None = None) -> dict[str, float]
         "refill_connect_s": [s.phases["connect"][1] for s in refill if "connect" in s.phases][-1:],
         "idle_gap_s": [] if sample.idle_gap_s is None else [sample.idle_gap_s],
         "planned_pause_s": _worst(v for s in planned for v in s.pause_s.values()),
+        "planned_excess_s": _excess(planned, survivors),
         "planned_gap_s": _worst(s.longest_gap_s for s in survivors if planned and s.longest_gap_s is not None),
         "grow_s": [sample.capacity_s] if sample.what == "grow" else [],
         "shrink_s": [sample.capacity_s] if sample.what == "shrink" else [],
@@ -172,15 +189,16 @@ def ceiling_of(results: Results) -> float | None:
 
 
 def ratios(results: Results) -> dict[str, float]:
-    """What capturing again costs, in commit pauses and in longest gaps of a refill (medians)."""
-    part, kill = _part(results, "recapture"), _part(results, "kill")
+    """What capturing again costs, in commit pauses and in longest gaps of a planned change of a group that captures the same
+    sizes (medians)."""
+    part, scale = _part(results, "recapture"), _part(results, "scale")
     again = (part.figures.get("narrow") or {}).get("recapture_s") if part else None
-    if not again or kill is None:
+    if not again or scale is None:
         return {}
-    found, over = {"recapture_s": quantile(again, 0.5)}, summary(kill)
+    found, over = {"recapture_s": quantile(again, 0.5)}, summary(scale)
     for figure, name in (
-        ("refill_pause_s", "recapture_over_commit_pause"),
-        ("refill_gap_s", "recapture_over_longest_gap"),
+        ("planned_pause_s", "recapture_over_commit_pause"),
+        ("planned_gap_s", "recapture_over_longest_gap"),
     ):
         if figure in over and over[figure].p50 > 0:
             found[name] = found["recapture_s"] / over[figure].p50

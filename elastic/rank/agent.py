@@ -60,6 +60,10 @@ from elastic.rank.weights import Weights
 
 _Connection = asyncio.StreamWriter
 
+FORGOTTEN = 2.0
+"""Times the deadline of a join that a rank in no view waits for a controller before it ends: whoever launched it was
+superseded or died, and nobody knows of it."""
+
 UNREAD_BYTES = 1 << 20
 """A controller that has left so much unread (it is stopped) is told no news; answers still go to it."""
 
@@ -136,7 +140,13 @@ class Agent:
         # it gets its name when it listens: whoever finds it can connect
         unnamed = unnamed_socket(self._address)
         server = await asyncio.start_unix_server(self._connected, unnamed)
-        os.rename(unnamed, self._address)
+        try:
+            # not renamed: a name that exists belongs to a process that is this rank already
+            os.link(unnamed, self._address)
+        except FileExistsError:
+            raise ElasticError(f"{self._address}: another process is this rank already; this one ends") from None
+        finally:
+            os.unlink(unnamed)
         self._listening.set()
         try:
             async with server, asyncio.TaskGroup() as tasks:
@@ -144,9 +154,18 @@ class Agent:
                 tasks.create_task(self._beat())
         finally:
             self._loop = None
+            with contextlib.suppress(OSError):
+                os.unlink(self._address)
 
     async def _beat(self) -> None:
+        wanted = self._clock()
         while True:
+            if self._controllers or self._engine.view is not None:
+                wanted = self._clock()
+            elif self._clock() - wanted > FORGOTTEN * self._config.prepare_deadline_s:
+                print("agent: no controller has come for this rank; it ends", flush=True)
+                self._gate.leave()
+                return
             for peer, what, source in self._faults():
                 self._send_controllers(Fault(peer=peer, what=what, source=source))
             if self._controllers:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from elastic import process
-from elastic.config import GroupConfig
+from elastic.config import GroupConfig, is_suspect
 from elastic.errors import ElasticError
 from elastic.lifeline import Lifeline
 from elastic.paths import fault_path, tier_path
@@ -34,6 +34,7 @@ from elastic.rank.engine import Engine
 from elastic.rank.gate import Gate
 from elastic.rank.member import Membership
 from elastic.rank.nixl_agent import NixlAgent
+from elastic.rank.probe import probe
 from elastic.rank.runner import Runner
 from elastic.rank.tier import HostTier
 from elastic.rank.weights import Weights
@@ -173,6 +174,8 @@ def serve(base: Base, slot: int, incarnation: int, address: str) -> None:
     config = base.config
     if config.fault_injection:
         faults.arm(fault_path(config.root, slot, incarnation), lambda: base.device.place)
+    if is_suspect(config.root, slot):
+        _prove(base)
     rank = assemble(base, slot, incarnation)
     lifeline = _lifeline()
     agent = Agent(
@@ -202,6 +205,18 @@ def serve(base: Base, slot: int, incarnation: int, address: str) -> None:
     # threads of NIXL may hang at interpreter exit, and a rank that has stopped must be gone at once
     sys.stdout.flush()
     os._exit(code)
+
+
+def _prove(base: Base) -> None:
+    """Before anything of the device is trusted. Raises ElasticError naming what is wrong with it."""
+    with base.watch.part("probe"):
+        report = probe(base.device)
+    speeds = f", {report.to_device_gb_s:.1f} GB/s to the device, {report.to_host_gb_s:.1f} back"
+    print(
+        f"probe: the device is sound: {report.memory_bytes >> 20} MiB in {report.seconds:.2f} s"
+        f"{speeds if base.device.is_gpu else ''}",
+        flush=True,
+    )
 
 
 def _lifeline() -> Lifeline | None:

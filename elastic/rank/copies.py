@@ -65,6 +65,11 @@ class Copier:
 
     def run(self, pairs: Sequence[Pair]) -> None:
         """All of `pairs`. Raises RuntimeError for a device error; what was to be filled is then rubbish."""
+        self.queue(pairs)
+        self.wait()
+
+    def queue(self, pairs: Sequence[Pair]) -> None:
+        """Begin to copy `pairs`; both sides must stay as they are until `wait` returns. Raises as `run`."""
         if not self._streams:
             for to, source in pairs:
                 to.copy_(source)
@@ -77,6 +82,9 @@ class Copier:
             for to, source in pairs:
                 if not (to.is_contiguous() and source.is_contiguous()):
                     to.copy_(source, non_blocking=True)
+
+    def wait(self) -> None:
+        """Until all that was queued is copied. Raises as `run`."""
         for stream in self._streams:
             stream.synchronize()
 

@@ -27,6 +27,8 @@ class RouteTable:
         shape = (layers, experts, max_tokens + 1)
         self._rank = rank
         self._table = buffers.add("route.table", device.zeros(*shape, dtype=torch.int64).fill_(HOLE))
+        # what a commit writes is put together here, so that it goes to the device in one copy while the group stands
+        self._next = torch.full(shape, HOLE, dtype=torch.int64, pin_memory=device.is_gpu)
         self._layers = [self._table[layer].view(-1) for layer in range(layers)]
 
     def physical(self, layer: int, experts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -65,4 +67,6 @@ class RouteTable:
         replicas = physical[np.argsort(logical, kind="stable")]
         turns = (np.arange(self.padding) + self._rank)[None] % counts[:, None]
         rows = replicas[(np.cumsum(counts) - counts)[:, None] + turns]
-        self._table[..., : self.padding].copy_(torch.from_numpy(rows).view(layers, experts, self.padding))
+        self._next[..., : self.padding] = torch.from_numpy(rows).view(layers, experts, self.padding)
+        # a copy from pinned memory to a tensor of the same shape: over when the call returns
+        self._table.copy_(self._next)

@@ -26,6 +26,9 @@ from elastic.rank.tier import HostTier
 BATCH_BYTES = 256 << 20
 """Copied from memory before an order is asked whether it still holds: about 5 ms at the speed of a GPU's bus."""
 
+QUEUED = 32
+"""Experts looked up at a time, and queued for copying."""
+
 log = structlog.get_logger("elastic.weights")
 
 
@@ -148,8 +151,12 @@ class Weights:
             for move in part:
                 self._published.clear(move.layer, move.index)
             if tier is not None:
-                pairs = [pair for move in part for pair in self._from_tier(tier, move)]
-                self._copier.run(pairs)
+                # the bus is at work on some while the next are looked up
+                for first in range(0, len(part), QUEUED):
+                    self._copier.queue(
+                        [p for move in part[first : first + QUEUED] for p in self._from_tier(tier, move)]
+                    )
+                self._copier.wait()
             else:
                 to = (experts.w13[part[0].layer, part[0].index], experts.w2[part[0].layer, part[0].index])
                 self._checkpoint.load_expert(part[0].layer, part[0].expert, *to)

@@ -105,6 +105,7 @@ def test_a_kill_is_told_from_the_records_of_ranks_and_executor() -> None:
         "capacity_s": 1004.0,
         # 100.999 (245 steps behind 100.511) to 101.005
         "refill_pause_s": 6.0,
+        "refill_excess_s": 4.0,
         "refill_gap_s": 11.0,
         "refill_process_s": 0.0,
         "refill_memory_s": 300.0,
@@ -219,13 +220,17 @@ def verdicts(found: Results) -> dict[tuple[str, str], str]:
 
 def test_targets_are_judged_from_the_samples_and_what_is_missing_is_not_met() -> None:
     again = part("recapture", figures={"narrow": {"first_s": 1.0, "recapture_s": [0.7, 0.61, 0.5], "sizes": [1, 2]}})
-    words = verdicts(results(part("kill", killed()), again))
+    grown = msgspec.structs.replace(killed(), what="grow", sequences=killed().sequences[1:])
+    words = verdicts(results(part("kill", killed()), part("scale", grown), again))
     assert words["kill", "stepped_s"] == "met"
     assert words["kill", "refill_pause_s"] == "missed"
+    # ... of which an ordinary round takes 2 ms
+    assert words["kill", "refill_excess_s"] == "met"
     assert words["kill", "refill_gap_s"] == "met"
     # 0.61 s over 6 ms
     assert words["recapture", "recapture_over_commit_pause"] == "met"
-    assert words["scale", "planned_pause_s"] == "not measured"
+    assert words["scale", "planned_pause_s"] == "missed"
+    assert words["scale", "planned_excess_s"] == "met"
     assert words["orphans", "copy_over_ceiling_percent"] == "not measured"
     ceiling = part("copy", figures={"bytes": 1, "bytes_per_s": [4e9], "ceiling_bytes_per_s": 4e9})
     assert verdicts(results(part("orphans", killed()), ceiling))["orphans", "copy_over_ceiling_percent"] == "missed"

@@ -1,0 +1,211 @@
+"""A vLLM worker without a model, for tests: API server, engine core, scheduler, DP coordinator, fault-tolerance sentinel and
+the state machine of elastic EP are vLLM's own, only the GPU's work is replaced.
+
+    VLLM_PLUGINS=vllm_stub_worker VLLM_STUB_ALLOW_EPLB=1 vllm serve MODEL --worker-cls vllm_stub_worker.StubWorker ...
+
+The token at position p of a sequence is 2 + (crc32(its first 4 ids) + p) % 90: the same on every rank, and for a request that
+is continued on another one from what it has already got.
+
+Faults are files in $VLLM_STUB_FAULT_DIR. They are taken once, except `hang_`, which holds as long as the file is there:
+    raise_step_rank<R>               a step fails, as it does after a fault of the exchange
+    raise_eep_<method>_rank<R>       a part of a scaling fails; hang_eep_<method>_rank<R> waits in it. Methods:
+                                     prepare_reconfiguration, commit_scale_up, commit_scale_down, prepare_new_worker
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped"
+import os
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+FIRST_IDS = 4
+
+
+def fault(kind: str, rank: int) -> None:
+    folder = os.environ.get("VLLM_STUB_FAULT_DIR")
+    if not folder:
+        return
+    once = Path(folder, f"raise_{kind}_rank{rank}")
+    if once.exists():
+        once.unlink()
+        raise RuntimeError(f"injected {kind} on rank {rank}")
+    while Path(folder, f"hang_{kind}_rank{rank}").exists():
+        time.sleep(0.02)
+
+
+def token(first: list[int], position: int) -> int:
+    return 2 + (zlib.crc32(bytes(str(first[:FIRST_IDS]), "ascii")) + position) % 90
+
+
+def make() -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+    class StubWorker(WorkerBase):  # type: ignore[misc]  # vLLM is not installed where this is checked
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.requests: dict[str, tuple[list[int], int]] = {}  # first ids, length of the prompt
+            self.computed: dict[str, int] = {}
+            self.step_s = float(os.environ.get("VLLM_STUB_STEP_MS", "5")) / 1e3
+            self.scale_s = float(os.environ.get("VLLM_STUB_EEP_S", "0.2"))
+            self.model_runner = None
+            self.background: tuple[threading.Event, list[BaseException]] | None = None
+
+        @property
+        def dp_rank(self) -> int:
+            return int(self.vllm_config.parallel_config.data_parallel_rank)
+
+        def init_device(self) -> None:
+            self.device = torch.device("cpu")
+
+        def load_model(self, *, load_dummy_weights: bool = False) -> None:
+            pass
+
+        def get_model(self) -> Any:
+            return torch.nn.Module()
+
+        def get_supported_tasks(self) -> tuple[str, ...]:
+            return ("generate",)
+
+        def get_supported_kv_cache_layouts(self) -> list[str]:
+            return ["LBHNC", "LBNHC", "NHD", "HND"]
+
+        def get_kv_cache_spec(self) -> dict[str, Any]:
+            size = self.vllm_config.cache_config.block_size or 16
+            spec = FullAttentionSpec(block_size=size, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+            return {f"model.layers.{layer}.self_attn.attn": spec for layer in range(2)}
+
+        def determine_available_memory(self) -> int:
+            return 64 << 20
+
+        def initialize_from_config(self, kv_cache_config: Any) -> None:
+            pass
+
+        def initialize_cache(self, *args: Any, **options: Any) -> None:
+            pass
+
+        def compile_or_warm_up_model(self) -> Any:
+            return CompilationTimes(0.0, 0.0)
+
+        def update_max_model_len(self, size: int) -> None:
+            pass
+
+        def get_kv_connector_handshake_metadata(self) -> None:
+            return None
+
+        def execute_dummy_batch(self) -> None:
+            fault("step", self.dp_rank)
+            time.sleep(self.step_s)
+
+        def execute_model(self, scheduled: Any) -> Any:
+            fault("step", self.dp_rank)
+            if scheduled.total_num_scheduled_tokens:
+                time.sleep(self.step_s)
+            for request in scheduled.finished_req_ids:
+                self.requests.pop(request, None)
+            for new in scheduled.scheduled_new_reqs:
+                ids = list(new.prompt_token_ids or [])
+                self.requests[new.req_id] = ids[:FIRST_IDS], len(ids)
+                self.computed[new.req_id] = new.num_computed_tokens
+            cached = scheduled.scheduled_cached_reqs
+            self.computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            names, tokens = [], []
+            for name, count in scheduled.num_scheduled_tokens.items():
+                first, prompt = self.requests[name]
+                end = self.computed[name] + count
+                names.append(name)
+                tokens.append([token(first, end)] if end >= prompt else [])
+            places = {name: place for place, name in enumerate(names)}
+            return ModelRunnerOutput(req_ids=names, req_id_to_index=places, sampled_token_ids=tokens)
+
+        def sample_tokens(self, grammar_output: Any) -> Any:
+            raise AssertionError("execute_model has already returned the output")
+
+        def take_draft_token_ids(self) -> None:
+            return None
+
+        def check_health(self) -> None:
+            pass
+
+        def handle_ft_command(self, request: Any) -> None:
+            self.requests.clear()
+
+        def shutdown(self) -> None:
+            pass
+
+        def elastic_ep_execute(self, method: str, *args: Any, **options: Any) -> Any:
+            """The entry point and the asynchronous contract of vLLM's own ElasticEPScalingExecutor."""
+            if method == "start_async":
+                return self.start_async(args[0], args[1:])
+            if method == "clear_async":
+                assert self.background is not None
+                errors, self.background = self.background[1], None
+                if errors:
+                    raise errors[0]
+                return None
+            return self.scale(method)
+
+        def start_async(self, method: str, args: tuple[Any, ...]) -> str:
+            request, key = args[0], f"eep_async/{method}/{self.dp_rank}/{self.rank}"
+            done, errors = threading.Event(), list[BaseException]()
+            self.background = done, errors
+
+            def run() -> None:
+                from vllm.distributed.utils import get_cached_tcp_store_client
+
+                try:
+                    self.scale(method)
+                except BaseException as error:
+                    errors.append(error)
+                done.set()
+                store = get_cached_tcp_store_client(request.new_data_parallel_master_ip, request.coord_store_port)
+                store.set(key, b"1")
+
+            threading.Thread(target=run, daemon=True).start()
+            return key
+
+        def scale(self, method: str) -> None:
+            fault(f"eep_{method}", self.dp_rank)
+            time.sleep(self.scale_s)
+
+    return StubWorker
+
+
+_made: list[Any] = []
+
+
+def __getattr__(name: str) -> Any:
+    """The class is made when vLLM asks for it: importing this module must not import vLLM."""
+    if name != "StubWorker":
+        raise AttributeError(name)
+    if not _made:
+        _made.append(make())
+    return _made[0]
+
+
+def register() -> None:
+    """Let vLLM accept EPLB, which elastic EP needs, on a CPU; and Ray's fake GPUs."""
+    if os.environ.get("VLLM_STUB_RAY"):
+        from vllm.platforms.cpu import CpuPlatform
+
+        CpuPlatform.ray_device_key = "GPU"
+    if not os.environ.get("VLLM_STUB_ALLOW_EPLB"):
+        return
+    import vllm.config.parallel as parallel
+
+    class Platform:
+        def __init__(self, real: Any) -> None:
+            self.real = real
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.real, name)
+
+        def is_cuda_alike(self) -> bool:
+            return True
+
+    if not isinstance(parallel.current_platform, Platform):
+        parallel.current_platform = Platform(parallel.current_platform)

@@ -1,0 +1,67 @@
+"""The soak tells a process that grows from one that is busy, runs for a moment, and refuses wrong usage."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from chaos.soak_report import Reading, grown
+
+
+def soak(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "chaos.soak", *options]
+    with tempfile.TemporaryDirectory(prefix="soak-", dir="/tmp") as folder:
+        env = os.environ | {"TMPDIR": folder}
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+
+
+def life(rss: list[float], fds: list[int]) -> list[Reading]:
+    """One reading each two seconds."""
+    return [
+        Reading(at_s=2.0 * i, kind="daemon", pid=1, rss_mb=mb, fds=n, threads=5)
+        for i, (mb, n) in enumerate(zip(rss, fds, strict=True))
+    ]
+
+
+def test_a_process_that_holds_ever_more_is_found() -> None:
+    (leak,) = grown(life([50 + i for i in range(60)], [20] * 60))
+    assert leak.too_much
+    (leak,) = grown(life([50.0] * 60, [20 + i // 2 for i in range(60)]))
+    assert leak.too_much
+    assert "20" in leak.sentence or "descriptors" in leak.sentence
+
+
+def test_a_process_that_loads_at_first_and_works_in_bursts_is_not() -> None:
+    loads = [20.0 + 5 * min(i, 10) for i in range(60)]
+    bursts = [20 + (6 if i % 9 == 0 else 0) for i in range(60)]
+    (life_,) = grown(life(loads, bursts))
+    assert not life_.too_much
+
+
+def test_a_process_that_was_hardly_seen_is_not_judged() -> None:
+    assert grown(life([50.0 * (i + 1) for i in range(10)], [20] * 10)) == ()
+
+
+@pytest.mark.slow
+def test_a_short_soak_loses_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "soak.json"
+    done = soak("--hours", "0.012", "--every", "10", "--seed", "3", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_bytes())
+    assert found["problems"] == []
+    assert found["requests"]["right"] > 0
+    assert len(found["faults"]) >= 2
+    assert all(fault["healed_s"] is not None for fault in found["faults"])
+    assert "No problem was found." in out.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize("options", [["--hours", "0"], ["--every", "-1"], ["--seed", "x"]])
+def test_a_soak_refuses_wrong_options(options: list[str]) -> None:
+    done = soak(*options)
+    assert done.returncode == 2
+    assert options[0] in done.stderr
+    assert "Traceback" not in done.stderr
