@@ -50,7 +50,8 @@ Together (`blame.py`):
 17. A rank on an unhealthy GPU is unhealthy with the GPU's cause; one on a suspected GPU is suspected.
 18. A rank that died, hangs or is silent is put down to its GPU's XID where that came up to `blame_before_s` earlier or
     `blame_after_s` later; so is a rank that lives but that others complain about. An XID that the catalogue ignores, or does
-    not know, is never to blame. The death itself is acted upon at once: an XID that comes later refines the incident.
+    not know, is never to blame. An error of an application (XID 31 and its like) explains a death only within
+    `blame_after_s`. The death itself is acted upon at once: an XID that comes later refines the incident.
 """
 
 from collections.abc import Collection

@@ -61,7 +61,7 @@ def join(
         if not muted:
             born = hardware.since.get(rank, -math.inf)
             own = [one for one in about_gpus.get(gpu, ()) if one.evidence.at >= born]
-            xid = _blamed(own, hardware.advise, at, limits)
+            xid = _blamed(own, hardware.advise, at, limits, verdict.cause)
         found.append(_joined(verdict, on_gpu, xid, signs, limits, now))
     return tuple(found)
 
@@ -74,7 +74,7 @@ def refine(
     verdict = departed.verdict
     if verdict.cause not in _EXPLAINED:
         return None
-    xid = _blamed(about, advise, verdict.since, limits)
+    xid = _blamed(about, advise, verdict.since, limits, verdict.cause)
     if xid is not None:
         ids, codes = (xid.standing.evidence.id,), (xid.code,)
         return Refined(departed, Cause.XID, ids, codes, f"{departed.rank} was lost to {xid} of {departed.gpu}")
@@ -90,11 +90,17 @@ def _explains(gpu_at: float, rank_at: float, limits: Limits) -> bool:
     return -limits.blame_before_s <= gpu_at - rank_at <= limits.blame_after_s
 
 
-def _blamed(about: Collection[Standing], advise: Advise, since: float, limits: Limits) -> Xid | None:
+def _blamed(about: Collection[Standing], advise: Advise, since: float, limits: Limits, cause: Cause) -> Xid | None:
     """The XID that a fault of the rank noticed at `since` is put down to."""
     for xid in xids_of(about, advise):
-        newest, first = xid.standing.evidence.at, xid.at
-        if xid.action in _TO_BLAME and (_explains(newest, since, limits) or _explains(first, since, limits)):
+        if xid.action not in _TO_BLAME:
+            continue
+        times: tuple[float, ...] = (xid.standing.evidence.at, xid.at)
+        if xid.action == XidAction.RESTART_APP and cause == Cause.PROCESS_DEATH:
+            # an error of one application ends it within moments: who lived on beside it died of something else
+            # (seen on an H200: XID 31 of one rank, and SIGKILL of the other on the same GPU ten seconds later)
+            times = tuple(at for at in times if abs(at - since) <= limits.blame_after_s)
+        if any(_explains(at, since, limits) for at in times):
             return xid
     return None
 

@@ -220,3 +220,17 @@ def test_the_shipped_catalogue_judges_every_trace_as_these_tests_do() -> None:
         ours = judged(path_of(scenario).stem)
         assert shipped.causes() == ours.causes(), path_of(scenario).stem
         assert shipped.sick() == ours.sick()
+
+
+def test_on_a_real_gpu_an_illegal_address_is_put_down_to_its_xid_and_a_kill_ten_seconds_later_is_not() -> None:
+    """Recorded by `chaos.gpu_sensors` on an H200: XID 31 of one rank, then SIGKILL of the other on the same GPU."""
+    found = judged("gpu-h200-illegal-address-then-sigkill")
+    assert found.causes() == [(Cause.XID, (1,)), (Cause.PROCESS_DEATH, (0,))]
+    assert found.sick() == {"rank 1.1", "rank 0.1"}, "and the GPU itself is well"
+
+
+def test_on_a_real_gpu_neighbours_that_take_its_memory_its_time_or_start_cuda_condemn_nobody() -> None:
+    """Recorded likewise: the neighbours first, then two ranks that died without an XID."""
+    found = judged("gpu-h200-neighbours-and-two-deaths")
+    assert found.causes() == [(Cause.PROCESS_DEATH, (1,)), (Cause.PROCESS_DEATH, (0,))]
+    assert found.sick() == {"rank 1.1", "rank 0.1"}
