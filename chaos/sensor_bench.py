@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -65,6 +65,8 @@ class _NoGroup:
 
     def scale(self, target: int | Iterable[int], *, reason: str) -> tuple[int, ...]:
         raise Infeasible("there is no group")
+
+    def probation(self, slots: Collection[int]) -> None: ...
 
     async def close(self) -> None: ...
 

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import msgspec
 
-from elastic.errors import ElasticError, NeedsReplan, Retryable, Unreachable
+from elastic.errors import ElasticError, NeedsReplan, Retryable, Superseded, Unreachable
+from elastic.fence import NO_ID
 from elastic.protocol import MAX_FRAME_BYTES, AnyMessage, Command, Failed, Hello, Refused, decode, encode
 
 T = TypeVar("T")
@@ -41,6 +42,8 @@ class Channel:
         self.on_event: Callable[[AnyMessage], None] = lambda _: None
         self.on_close: Callable[[str], None] = lambda _: None
         self.closed = False
+        self.superseded = ""
+        """Why the other side listens to a later controller instead; empty: it does not."""
         self._reader, self._writer = reader, writer
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[AnyMessage]] = {}
@@ -80,10 +83,11 @@ class Channel:
 
         Raises Retryable on the deadline or a closed channel, NeedsReplan when the rank refuses (epoch or phase), and
         ElasticError with the rank's own words when the command failed there: Unreachable where other ranks were the
-        reason. Time in which this process itself stood still does not count towards the deadline.
+        reason; Superseded when the other side listens to a later controller. Time in which this process itself stood
+        still does not count towards the deadline.
         """
         if self.closed:
-            raise Retryable(f"{self.name}: connection is closed")
+            raise self._closed_by("connection is closed")
         future: asyncio.Future[AnyMessage] = asyncio.get_running_loop().create_future()
         self._waiting[message.id] = future
         self.send(message)
@@ -116,14 +120,23 @@ class Channel:
         self._writer.close()
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(Retryable(f"{self.name}: connection closed: {why}"))
+                future.set_exception(self._closed_by(f"connection closed: {why}"))
         if tell:
             self.on_close(why)
+
+    def _closed_by(self, why: str) -> ElasticError:
+        if self.superseded:
+            return Superseded(f"{self.name}: {self.superseded}")
+        return Retryable(f"{self.name}: {why}")
 
     async def _read(self) -> None:
         try:
             while True:
                 message = await read_frame(self._reader)
+                if isinstance(message, Refused) and message.id == NO_ID:
+                    self.superseded = message.why
+                    self._close(message.why)
+                    return
                 future = self._waiting.get(getattr(message, "id", 0))
                 if future is not None and not future.done():
                     future.set_result(message)

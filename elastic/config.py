@@ -1,7 +1,9 @@
 """What is fixed for the life of a group: sizes, paths, back ends. Sized once, never changed by a reconfiguration."""
 
+import contextlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +28,9 @@ class ModelShape(msgspec.Struct, frozen=True):
     vocab: int
     max_position: int
 
+
+SUSPECTS = "suspects.json"
+"""In the run directory."""
 
 CPU_MIN_ROWS = 4
 """Below, a CPU's matrix kernels sum in another order, and a row would depend on its batch."""
@@ -153,6 +158,28 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self, model: ModelShape) -> None:
         if found := [f"{name}: {text}" for name, text in self.problems(model)]:
             raise ElasticError("group configuration: " + "; ".join(found))
+
+
+def write_suspects(run_dir: Path, slots: Collection[int]) -> None:
+    """Say in which slots a rank that starts must prove its device first (`elastic.rank.probe`): all of them, at once. A run
+    directory that cannot be written leaves what stood there."""
+    path = run_dir / SUSPECTS
+    with contextlib.suppress(OSError):
+        if not slots:
+            path.unlink(missing_ok=True)
+            return
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(sorted(slots)))
+        part.replace(path)
+
+
+def is_suspect(run_dir: Path, slot: int) -> bool:
+    """Whether a rank in this slot must prove its device; a file that cannot be read speaks against nobody."""
+    try:
+        found = json.loads((run_dir / SUSPECTS).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, list) and slot in found
 
 
 def read_model_shape(checkpoint: str | Path) -> ModelShape:

@@ -26,5 +26,9 @@ class NeedsReplan(ElasticError):
     """The world changed under a sequence (a rank was lost, an epoch is stale): plan again from what is observed."""
 
 
+class Superseded(ElasticError):
+    """Another controller, of a higher term, has taken the group, or this one's time is over: it must not act any more."""
+
+
 class Infeasible(ElasticError):
     """The requested view cannot hold every expert, or is outside the capacity; nothing was changed."""

@@ -18,8 +18,21 @@ def config_path(run_dir: Path) -> Path:
 
 
 def state_path(run_dir: Path) -> Path:
-    """Who holds which slot; see `elastic.controller.state`."""
-    return run_dir / "group.json"
+    """Who holds which slot, as the controller of the highest term wrote it; see `elastic.controller.state`."""
+    written = states_by_term(run_dir)
+    return written[max(written)] if written else state_path_of(run_dir, 0)
+
+
+def state_path_of(run_dir: Path, term: int) -> Path:
+    """Where the controller of this term writes. One file each, so that a controller which is stopped just before it writes,
+    and wakes when its term is over, spoils nothing."""
+    return run_dir / (f"group.{term}.json" if term else "group.json")
+
+
+def states_by_term(run_dir: Path) -> dict[int, Path]:
+    """The files that controllers with a lease have written."""
+    terms = {path: path.name.removeprefix("group.").removesuffix(".json") for path in run_dir.glob("group.*.json")}
+    return {int(term): path for path, term in terms.items() if term.isdigit()}
 
 
 def lock_path(run_dir: Path) -> Path:

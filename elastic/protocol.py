@@ -28,12 +28,30 @@ class Hello(Message, frozen=True):
     """"controller" or "gateway"."""
     group: str
     version: int = PROTOCOL_VERSION
+    term: int = 0
+    """Of a controller: that of its lease; 0 without one. Whoever has seen a higher one answers with Refused of id 0 and
+    closes. See `elastic.fence`."""
 
 
 class Query(Message, frozen=True):
     """Answered with Status at any time."""
 
     id: int
+
+
+class Adopt(Message, frozen=True):
+    """To a spare: become this rank. Answered with Done; from then on the process answers at the rank's own socket."""
+
+    id: int
+    slot: int
+    incarnation: int
+
+
+class Steps(Message, frozen=True):
+    """Which steps were committed after a moment of the host's monotonic clock? Answered with StepsTaken."""
+
+    id: int
+    since: float
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -176,6 +194,34 @@ class Status(Message, frozen=True):
     counters: Counters
     waiting: int
     running: int
+    boot_s: dict[str, float] = {}
+    """Seconds that this process took, by part, from its start (or, for a spare, from its adoption) to its first answer:
+    "process" (interpreter and imports), "device", "exchange", "weights" (memory and its registration), "model"."""
+    term: int = 0
+    """The highest term of a controller that this rank has seen."""
+
+
+class SpareStatus(Message, frozen=True):
+    """What a spare answers to Query."""
+
+    id: int
+    number: int
+    pid: int
+    pid_start: int
+    slots: tuple[int, ...]
+    """The slots that it may take: those of its GPU, or all."""
+    boot_s: dict[str, float] = {}
+    """As in `Status`, from the process's start."""
+
+
+class StepsTaken(Message, frozen=True):
+    """The newest steps only, where there were more than a rank keeps."""
+
+    id: int
+    ends: tuple[float, ...]
+    """When each committed step had returned, ascending."""
+    took_s: tuple[float, ...]
+    """How long it ran: from its first launch to its end."""
 
 
 class Prepared(Message, frozen=True):
@@ -213,7 +259,8 @@ class Done(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The command does not fit the rank's epoch or phase; nothing was changed."""
+    """The command does not fit the rank's epoch or phase; nothing was changed. With id 0: the connection is refused, or
+    ended, because a controller of a higher term has come."""
 
     id: int
     epoch: int
@@ -284,7 +331,8 @@ class Submit(Message, frozen=True):
     """Answer tokens in all, those in `tokens` included."""
     sampling: Sampling
     stop_ids: tuple[int, ...]
-    logprobs: bool = False
+    logits: bool = False
+    """Send the logits of each token along: for measurements."""
 
 
 class Cancel(Message, frozen=True):
@@ -304,6 +352,8 @@ class Emitted(Message, frozen=True):
     tokens: tuple[int, ...]
     finish: str | None = None
     """"stop", "length", or None while it goes on."""
+    logits: bytes = b""
+    """float32, [len(tokens), vocab], where the request asked for them."""
 
 
 class Rejected(Message, frozen=True):
@@ -358,15 +408,17 @@ class GatewayStatus(Message, frozen=True):
     epoch: int = -1
     """Of the routes in force, -1 before any; older ones are refused, so a controller that adopts the group goes on from
     here at least."""
+    term: int = 0
+    """The highest term of a controller that the gateway has seen."""
 
 
 AnyMessage = (
-    Hello | Query | Prepare | Link | StopAt | Abort | Commit | Resume | Leave | Status | Prepared | Parked | Late | Committed
-    | Done | Refused | Failed | Heartbeat | Fault | Resumed | Submit | Cancel | Emitted | Rejected | Load | Routes
-    | GatewayQuery | GatewayStatus
+    Hello | Query | Adopt | Steps | Prepare | Link | StopAt | Abort | Commit | Resume | Leave | Status | SpareStatus
+    | StepsTaken | Prepared | Parked | Late | Committed | Done | Refused | Failed | Heartbeat | Fault | Resumed | Submit
+    | Cancel | Emitted | Rejected | Load | Routes | GatewayQuery | GatewayStatus
 )  # fmt: skip
 
-Command = Query | Prepare | Link | StopAt | Abort | Commit | Resume | Leave | Routes | GatewayQuery
+Command = Query | Adopt | Steps | Prepare | Link | StopAt | Abort | Commit | Resume | Leave | Routes | GatewayQuery
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

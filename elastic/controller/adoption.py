@@ -2,14 +2,14 @@
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from elastic.config import GroupConfig
 from elastic.controller.link import RankLink
 from elastic.controller.records import Event
 from elastic.controller.state import GatewayProcess, GroupState
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, Superseded
 from elastic.launch.base import Launched, Launcher
 from elastic.paths import config_path, gateway_path, log_path, read_config, read_json
 from elastic.view import View
@@ -49,26 +49,40 @@ async def find_members(
     launcher: Launcher,
     on_event: Callable[[Event], None],
     observe_only: bool,
+    spares: Collection[int] = (),
+    term: int = 0,
 ) -> dict[int, list[RankLink]]:
     """Connect to every rank that answers, by the sockets in the run directory; usually one a slot. Processes of this
     group that do not answer are ended: half-booted, stopped, or of a slot that was given up. Sockets of the dead are
-    removed. With `observe_only` nothing is ended or removed."""
+    removed. The pids in `spares` are spared. With `observe_only` nothing is ended or removed.
+
+    Raises Superseded, with nothing ended, where any of them has seen a controller of a higher `term`."""
 
     async def ask(path: Path, slot: int, incarnation: int) -> RankLink | None:
         try:
-            return await RankLink.open(slot, incarnation, str(path), config.name, on_event, deadline_s=ANSWER_S)
+            return await RankLink.open(
+                slot, incarnation, str(path), config.name, on_event, deadline_s=ANSWER_S, term=term
+            )
+        except Superseded:
+            raise
         except ElasticError:
             if not observe_only:
                 path.unlink(missing_ok=True)
             return None
 
     sockets = [(path, m) for path in config.root.glob("rank-*.sock") if (m := _SOCKET.fullmatch(path.name))]
-    links = await asyncio.gather(*(ask(path, int(match[1]), int(match[2])) for path, match in sockets))
+    answers = await asyncio.gather(
+        *(ask(path, int(match[1]), int(match[2])) for path, match in sockets), return_exceptions=True
+    )
+    links = [answer for answer in answers if isinstance(answer, RankLink)]
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            await asyncio.gather(*(link.aclose() for link in links))
+            raise answer
     found: dict[int, list[RankLink]] = {}
     for link in links:
-        if link is not None:
-            found.setdefault(link.member.slot, []).append(link)
-    keep = {link.member.pid for link in links if link is not None} | {gateway_pid(config)}
+        found.setdefault(link.member.slot, []).append(link)
+    keep = {link.member.pid for link in links} | {gateway_pid(config), *spares}
     known = [Launched(m.pid, m.pid_start) for m in state.members] if state else []
     for stray in {*launcher.strays(), *known}:
         if stray.pid not in keep and not observe_only:

@@ -13,12 +13,14 @@ from elastic.controller.adoption import find_members, refuse_other_shape, used_i
 from elastic.controller.boots import Boots
 from elastic.controller.gateway import GatewayLink
 from elastic.controller.group import Group, Unresponsive
+from elastic.controller.guard import GuardedLauncher
 from elastic.controller.link import RankLink
-from elastic.controller.records import BootFailed, Event, GroupStatus, RankBeat, RankGone
+from elastic.controller.records import BootFailed, Event, Fenced, GroupStatus, RankBeat, RankGone
 from elastic.controller.sequences import Sequences
-from elastic.controller.state import ControllerLock, GroupState, launched, load_state, save_state
+from elastic.controller.spares import Spares
+from elastic.controller.state import ControllerLock, GroupState, drop_older_states, launched, load_state, save_state
 from elastic.controller.status import group_status
-from elastic.errors import ElasticError, Infeasible, Retryable
+from elastic.errors import ElasticError, Infeasible, Retryable, Superseded
 from elastic.launch.base import Launched, Launcher
 from elastic.launch.local import LocalLauncher
 from elastic.paths import config_path, read_config, socket_path, tier_path, write_json
@@ -38,16 +40,34 @@ class Executor:
     """Everything here runs in the owner's event loop. Methods that only note a wish return at once."""
 
     def __init__(
-        self, config: GroupConfig, on_event: Callable[[Event], None], launcher: Launcher | None = None
+        self,
+        config: GroupConfig,
+        on_event: Callable[[Event], None],
+        launcher: Launcher | None = None,
+        *,
+        term: int = 0,
+        armed: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`term`: of the lease under which this controller acts; ranks and gateway refuse the controllers of lower terms.
+        0: no lease, and a file lock in the run directory keeps other controllers away. `armed`: asked at the last moment
+        before a process is started or ended, which no rank can refuse; False once the lease is over."""
         self.config = config
         self._on_event = on_event
-        self._launcher: Launcher = launcher or LocalLauncher(config)
-        self._lock = ControllerLock(config)
+        self._term, self._armed, self._fenced = term, armed, ""
+        self._launcher = GuardedLauncher(launcher or LocalLauncher(config), self._why_not)
+        self._lock = ControllerLock(config) if term == 0 else None
         self._group = Group(config, read_model_shape(config.checkpoint))
-        self._gateway = GatewayLink(config, self._launcher)
+        self._gateway = GatewayLink(config, self._launcher, term, self._fence)
+        self._spares = Spares(config, self._launcher, lambda: self._wake.set(), term, self._fence)
         self._boots = Boots(
-            config, self._launcher, self._next_incarnation, self._remember, self._event, lambda: self._wake.set()
+            config,
+            self._launcher,
+            self._spares,
+            self._next_incarnation,
+            self._remember,
+            self._event,
+            lambda: self._wake.set(),
+            term,
         )
         self._sequences = Sequences(
             config, self._group, self._boots, self._gateway, self._launcher, on_event, self._save
@@ -73,31 +93,47 @@ class Executor:
     async def start(self, *, observe_only: bool = False) -> str:
         """Adopt the group that runs in `config.run_dir`, else form it (launch, load, first commit). Also starts the
         gateway where none runs. Returns a sentence: what was found, what was done. Raises ElasticError (bad checkpoint,
-        ranks that die at start, another controller holds the group); nothing is left running by a failed form.
+        ranks that die at start, another controller holds the group: Superseded where its term is higher); nothing is left
+        running by a failed form.
 
         With `observe_only` a running group is adopted as it is: what died meanwhile, or was left half done, stays so."""
         self.config.validate(self._group.model)
         self.config.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock.acquire()
+        if self._lock is not None:
+            self._lock.acquire()
         try:
             self._incarnations = used_incarnations(self.config)
             state = load_state(self.config)
             if state is not None:
                 self._incarnations |= state.incarnations
                 self._group.epoch = state.epoch
-            found = await find_members(self.config, state, self._launcher, self._event, observe_only)
+            spares = set() if observe_only else await self._spares.find()
+            found = await find_members(
+                self.config, state, self._launcher, self._event, observe_only, spares, self._term
+            )
             if found:
                 refuse_other_shape(self.config)
-                return await self._adopt(found, state, observe_only)
-            return await self._form()
+                sentence = await self._adopt(found, state, observe_only)
+            else:
+                sentence = await self._form()
+            if self._fenced:
+                raise Superseded(self._fenced)
+            if not observe_only:
+                drop_older_states(self.config, self._term)
+            return sentence
+        except Superseded:
+            await self.close()
+            raise
         except BaseException:
-            self._lock.release()
+            self._release_lock()
             raise
 
     def lose(self, slots: Iterable[int], *, cause: str, detected: float, replace: bool = True) -> None:
         """The owner's verdict: these live slots are lost. Their processes are ended (fenced) if they still run. The loss
         sequence begins at once, superseding any sequence under way; with `replace` the slots stay in the target and are
         refilled afterwards, otherwise they leave the target."""
+        if self._why_not():
+            return
         fresh = {s: (cause, detected) for s in slots if s in self._group.live and s not in self._lost}
         if not replace:
             self._target = tuple(s for s in self._target if s not in fresh)
@@ -111,7 +147,10 @@ class Executor:
 
     def scale(self, target: int | Iterable[int], *, reason: str) -> tuple[int, ...]:
         """Set the target: a number of ranks, or the very slots. Returns the new target slots; raises Infeasible with the
-        numbers (below 1, above max_ranks, too few expert slots), nothing changed. The sequences run in the background."""
+        numbers (below 1, above max_ranks, too few expert slots), nothing changed; Superseded where this controller may not
+        act any more. The sequences run in the background."""
+        if why := self._why_not():
+            raise Superseded(why)
         slots = self._choose(target) if isinstance(target, int) else tuple(sorted(set(target)))
         config, experts = self.config, self._group.model.experts
         outside = [s for s in slots if not 0 <= s < config.max_ranks]
@@ -125,6 +164,7 @@ class Executor:
                 f"at least {-(-experts // config.slots_per_rank)} ranks are needed"
             )
         self._boots.pardon(slots)
+        self._spares.pardon()
         now = time.monotonic()
         self._wanted |= dict.fromkeys({*slots} ^ {*self._target}, (reason, now))
         self._target = slots
@@ -145,14 +185,17 @@ class Executor:
 
     def status(self) -> GroupStatus:
         running, recorder = self._running is not None, self._sequences.recorder
-        sequence = f"{recorder.kind}: {recorder.phase_now}" if running and recorder else None
+        sequence = f"{recorder.kind}: {recorder.state}" if running and recorder else None
         return group_status(
             self._group,
             self._boots,
+            self._spares,
             target=self._target,
             lost=self._lost,
             sequence=sequence,
             gateway=self._gateway.trouble,
+            term=self._term,
+            fenced=self._why_not(),
         )
 
     @property
@@ -163,37 +206,66 @@ class Executor:
         """Let go: ranks and gateway go on serving. What a sequence that is cut off had stopped is set going first."""
         acted = self._loop is not None
         await self._end_loop()
-        for _ in range(CLOSE_ATTEMPTS):
+        for _ in range(0 if self._why_not() else CLOSE_ATTEMPTS):
             if (sequence := self._repair()) is None:
                 break
             await self._run(sequence)
-        if acted:
+        if acted and not self._why_not():
             # those who were asked to leave, and did not come to it, work on
             await self._gateway.route(self._group.epoch, self._sequences.routes())
         await self._boots.close()
+        await self._spares.close()
         for link in self._group.links.values():
             await link.aclose()
         await self._gateway.close()
-        self._lock.release()
+        self._release_lock()
 
     async def stop(self) -> None:
-        """End the group: gateway and every rank, by pid and start time. The host-memory tier goes too."""
+        """End the group: gateway and every rank, by pid and start time. The host-memory tier goes too. Where this controller
+        may not act any more it lets go instead, as `close`."""
+        if self._why_not():
+            await self.close()
+            return
         await self._end_loop()
         await self._boots.cancel(range(self.config.max_ranks))
+        await self._spares.stop()
         await self._gateway.stop()
         for link in self._group.links.values():
             await link.aclose()
         for found in self._launcher.strays():
             self._launcher.end(found)
         await self._launcher.ended(deadline_s=END_S)
-        for path in self.config.root.glob("rank-*.sock*"):
+        for path in [*self.config.root.glob("rank-*.sock*"), *self.config.root.glob("spare-*.sock*")]:
             path.unlink(missing_ok=True)
         tier_path(self.config.root).unlink(missing_ok=True)
         self._group.links.clear()
         self._group.view = None
         self._known.clear()
         self._save()
-        self._lock.release()
+        self._release_lock()
+
+    # --- the fence ------------------------------------------------------------------------------------------------
+
+    def _why_not(self) -> str:
+        """Why this controller may not act; empty where it may."""
+        return self._fenced or ("" if self._armed() else f"the lease of term {self._term} is over")
+
+    def _fence(self, why: str) -> None:
+        """A rank, a spare or the gateway listens to a later controller: this one does nothing more, and lets go."""
+        if self._fenced:
+            return
+        self._fenced = why
+        log.error("this controller acts no more: %s", why)
+        if self._running is not None and (recorder := self._sequences.recorder) is not None:
+            recorder.end("superseded", why, self._group.live)
+        for task in (self._loop, self._running):
+            if task is not None:
+                task.cancel()
+        self._on_event(Fenced(why, time.monotonic()))
+
+    def _release_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     # --- start ----------------------------------------------------------------------------------------------------
 
@@ -226,7 +298,7 @@ class Executor:
             await link.aclose()
             if not observe_only:
                 self._launcher.end(launched(link.member))
-                Path(link.member.address).unlink(missing_ok=True)
+                self._launcher.remove(link.member.address)
         top = [link.status.epoch for links_ in found.values() for link in links_]
         group.epoch = max([group.epoch, *top])
         for slot, link in links.items():
@@ -313,6 +385,8 @@ class Executor:
     async def _next(self) -> Coroutine[Any, Any, None] | None:
         """What to do now; None: nothing, until somebody wakes the loop."""
         group, boots = self._group, self._boots
+        if self._why_not():
+            return None
         if (sequence := self._repair()) is not None:
             return sequence
         await boots.cancel((boots.booting | set(boots.ready)) - set(self._target))
@@ -328,6 +402,9 @@ class Executor:
         leavers = [s for s in group.live if s not in self._target]
         if leavers and not group.parked and self._can_hold(set(group.live) - set(leavers)):
             return self._sequences.retire(leavers, *self._why(leavers))
+        if self._formed:
+            # not before: a spare on its way would take the processor from a rank that is
+            self._spares.ensure()
         return None
 
     def _repair(self) -> Coroutine[Any, Any, None] | None:
@@ -386,6 +463,9 @@ class Executor:
     # --- bookkeeping ----------------------------------------------------------------------------------------------
 
     def _event(self, event: Event) -> None:
+        if isinstance(event, Fenced):
+            self._fence(event.why)
+            return
         if isinstance(event, RankGone) and self._group.links.get(event.member.slot) is None:
             slot = event.member.slot
             link = self._boots.ready.get(slot)
@@ -422,6 +502,8 @@ class Executor:
         self._save()
 
     def _save(self) -> None:
+        if self._why_not():
+            return
         coming = self._boots.booting | set(self._boots.ready)
         members = {s: m for s, m in self._known.items() if s in coming}
         members |= {s: link.member for s, link in self._group.links.items()}
@@ -434,7 +516,7 @@ class Executor:
         )
         error = ""
         try:
-            save_state(self.config, state)
+            save_state(self.config, state, self._term)
         except OSError as failure:
             # a hint for the next controller, which asks the ranks in any case: a full disk must not end healing
             error = str(failure)
@@ -465,7 +547,8 @@ def end_group(run_dir: Path) -> int:
     found = launcher.strays()
     for process_ in found:
         launcher.end(process_)
-    for left in [*run_dir.glob("rank-*.sock*"), run_dir / "gateway.json", run_dir / "gateway.sock", tier_path(run_dir)]:
+    sockets = [*run_dir.glob("rank-*.sock*"), *run_dir.glob("spare-*.sock*")]
+    for left in [*sockets, run_dir / "gateway.json", run_dir / "gateway.sock", tier_path(run_dir)]:
         left.unlink(missing_ok=True)
     lock.release()
     return len(found)

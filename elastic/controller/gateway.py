@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from elastic import process
@@ -29,11 +29,19 @@ MISSES = 5
 class GatewayLink:
     """Keeps one gateway running and informed. Lives in the executor's loop."""
 
-    def __init__(self, config: GroupConfig, launcher: Launcher) -> None:
+    def __init__(
+        self,
+        config: GroupConfig,
+        launcher: Launcher,
+        term: int = 0,
+        on_superseded: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`on_superseded`: told why when the gateway listens to a controller of a higher term."""
         self.process: GatewayProcess | None = None
         self.trouble = ""
         """Why clients cannot be served; empty while it answers."""
         self._config, self._launcher = config, launcher
+        self._term, self._on_superseded = term, on_superseded
         self._channel: Channel | None = None
         self._routes: tuple[int, tuple[Route, ...]] | None = None
         """None until the first `route`: a gateway that is adopted keeps what it knows."""
@@ -117,9 +125,9 @@ class GatewayLink:
         return False
 
     async def _connect(self) -> None:
-        hello = Hello(role="controller", group=self._config.name)
+        hello = Hello(role="controller", group=self._config.name, term=self._term)
         channel = await Channel.open(gateway_socket(self._config.root), hello, "gateway", deadline_s=ANSWER_S)
-        channel.start()
+        channel.start(on_close=lambda _: self._on_superseded(channel.superseded) if channel.superseded else None)
         self._channel = channel
         await self._send()
 

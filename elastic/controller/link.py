@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from elastic import lifeline, process
 from elastic.channel import Channel
-from elastic.controller.records import Event, PeerFaultSeen, RankBeat, RankGone
+from elastic.controller.records import Event, Fenced, PeerFaultSeen, RankBeat, RankGone
 from elastic.errors import Retryable
 from elastic.protocol import AnyMessage, Command, Counters, Fault, Heartbeat, Hello, Query, Resumed, Status
 from elastic.view import Member
@@ -42,10 +42,13 @@ class RankLink:
         on_event: Callable[[Event], None],
         *,
         deadline_s: float,
+        term: int = 0,
     ) -> "RankLink":
-        """Connect and ask who is there. Raises Retryable when nobody answers in time."""
+        """Connect and ask who is there. Raises Retryable when nobody answers in time, Superseded when the rank has seen a
+        controller of a higher `term`."""
         name = f"rank {slot}.{incarnation}"
-        channel = await Channel.open(address, Hello(role="controller", group=group), name, deadline_s=deadline_s)
+        hello = Hello(role="controller", group=group, term=term)
+        channel = await Channel.open(address, hello, name, deadline_s=deadline_s)
         events: list[AnyMessage] = []
         channel.start(events.append)
         try:
@@ -79,9 +82,9 @@ class RankLink:
     # --- witnesses ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        self._channel.on_event, self._channel.on_close = self._event, lambda _: self._lost("socket")
+        self._channel.on_event, self._channel.on_close = self._event, self._closed
         if self._channel.closed:
-            self._lost("socket")
+            self._closed("")
             return
         loop = asyncio.get_running_loop()
 
@@ -104,6 +107,15 @@ class RankLink:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = None
+
+    def _closed(self, _: str) -> None:
+        if not self._channel.superseded:
+            self._lost("socket")
+        elif not self.gone:
+            # the rank lives, for another
+            self.gone = True
+            self._unwatch()
+            self._on_event(Fenced(f"{self.member}: {self._channel.superseded}", time.monotonic()))
 
     def _lost(self, witness: str) -> None:
         self._unwatch()

@@ -7,13 +7,13 @@ import msgspec
 from elastic.protocol import Counters, Heartbeat, Loaded
 from elastic.view import Member
 
-SequenceKind = Literal["form", "adopt", "loss", "join", "retire"]
+SequenceKind = Literal["form", "loss", "join", "retire"]
 Outcome = Literal["committed", "rolled-back", "superseded", "failed"]
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """One phase of a sequence. Names of a loss: detect, release, park, cover, commit, resume; of a join: boot, load,
-    connect, park, commit, resume; of a retire: handover, move, park, commit, resume."""
+    """One part of a sequence: a state of `elastic.controller.phases`, or a figure. Figures of a loss: detect, release,
+    cover; of a join: boot, and "capture" with each joiner's slot."""
 
     name: str
     start: float
@@ -22,6 +22,19 @@ class Phase(msgspec.Struct, frozen=True):
     @property
     def seconds(self) -> float:
         return self.end - self.start
+
+
+class Joiner(msgspec.Struct, frozen=True):
+    """How one joiner came up: seconds by part."""
+
+    spare: bool
+    """Whether it was a spare: then its boot counts from the adoption."""
+    boot_s: dict[str, float]
+    """As in `Status`."""
+    reach_s: float
+    """To reach the weights of its peers."""
+    load_s: float
+    capture_s: float
 
 
 class SequenceReport(msgspec.Struct, frozen=True):
@@ -44,6 +57,8 @@ class SequenceReport(msgspec.Struct, frozen=True):
     """Longest gap between two committed steps, by surviving slot; absent where the survivor was idle."""
     loaded: dict[int, Loaded]
     """Weights moved, by receiving slot."""
+    joiners: dict[int, Joiner] = {}
+    """How each joiner came up, by slot."""
 
 
 # Events: given to the executor's `on_event`, in the loop, as they happen.
@@ -101,7 +116,14 @@ class SequenceEnded(msgspec.Struct, frozen=True):
     report: SequenceReport
 
 
-Event = RankGone | RankBeat | PeerFaultSeen | BootFailed | PhaseBegan | SequenceEnded
+class Fenced(msgspec.Struct, frozen=True):
+    """A later controller has taken the group, or this one's lease is over: the executor acts no more. Said once."""
+
+    why: str
+    at: float
+
+
+Event = RankGone | RankBeat | PeerFaultSeen | BootFailed | PhaseBegan | SequenceEnded | Fenced
 
 SlotState = Literal["empty", "booting", "ready", "live", "lost", "quarantined"]
 
@@ -117,6 +139,22 @@ class SlotStatus(msgspec.Struct, frozen=True):
     counters: Counters
     experts: int
     """Distinct experts held, over all layers."""
+
+
+SpareStage = Literal["absent", "booting", "ready", "given-up"]
+
+
+class SpareState(msgspec.Struct, frozen=True):
+    """A process that stands by to become a rank; it is none."""
+
+    number: int
+    state: SpareStage
+    pid: int
+    """0 unless it is ready."""
+    slots: tuple[int, ...]
+    """Those that it may take."""
+    why: str
+    """Of one that was given up: how the last of its processes ended."""
 
 
 class GroupStatus(msgspec.Struct, frozen=True):
@@ -136,3 +174,8 @@ class GroupStatus(msgspec.Struct, frozen=True):
     slots: tuple[SlotStatus, ...]
     gateway: str = ""
     """Why clients are not served although the ranks may be: no gateway, or one that does not answer; empty: it answers."""
+    spares: tuple[SpareState, ...] = ()
+    term: int = 0
+    """Of the controller's lease; 0: none is used."""
+    fenced: str = ""
+    """Why this controller may not act any more; empty: it may."""

@@ -8,18 +8,19 @@ follow. Contents of the expert buffers are always taken from the ranks' answers,
 import asyncio
 import time
 from collections.abc import Callable, Collection, Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
 
 from elastic.config import GroupConfig
 from elastic.controller.boots import Boots
 from elastic.controller.gateway import GatewayLink
 from elastic.controller.group import Group, first_plan, moves_by_slot
+from elastic.controller.guard import GuardedLauncher
 from elastic.controller.link import RankLink
+from elastic.controller.phases import Step
 from elastic.controller.recorder import Recorder
-from elastic.controller.records import Event
+from elastic.controller.records import Event, Joiner
 from elastic.errors import ElasticError, Infeasible, Unreachable
-from elastic.launch.base import Launched, Launcher
+from elastic.launch.base import Launched
 from elastic.placement import Move, Plan, initial, replan
 from elastic.placement.maps import Row
 from elastic.protocol import Abort, Done, Leave, Link, Parked, Prepare, Prepared, Route
@@ -42,7 +43,7 @@ class Sequences:
         group: Group,
         boots: Boots,
         gateway: GatewayLink,
-        launcher: Launcher,
+        launcher: GuardedLauncher,
         on_event: Callable[[Event], None],
         view_changed: Callable[[], None],
     ) -> None:
@@ -66,14 +67,14 @@ class Sequences:
                 self._launcher.end(Launched(link.member.pid, link.member.pid_start))
         survivors = tuple(s for s in group.live if s not in lost)
         began = time.monotonic()
-        with rec.phase("park"):
+        with rec.phase(Step.PARK):
             group.parked = await group.each({s: self._abort(s, lost) for s in survivors})
         released = max((p.released_s for p in group.parked.values()), default=0.0)
         rec.add_phase("release", began, began + released)
         for slot in lost:
             if (link := group.links.pop(slot, None)) is not None:
                 await link.aclose()
-                Path(link.member.address).unlink(missing_ok=True)
+                self._launcher.remove(link.member.address)
         contents = group.contents({s: p.contents for s, p in group.parked.items()})
         group.note_held(contents)
         if not survivors:
@@ -127,13 +128,13 @@ class Sequences:
             plan = await self._plan_join(present, everyone)
         parked = bool(group.parked)
         moves = moves_by_slot(plan.fills) if parked else moves_by_slot(plan.fills, plan.overwrites)
-        with rec.phase("load"):
+        with rec.phase(Step.LOAD):
             failed = await self._prepare_all(rec, joiners, present, moves)
         if not failed:
-            with rec.phase("connect"):
+            with rec.phase(Step.CONNECT):
                 failed = await self._link_all(joiners, present)
         if not failed:
-            with rec.phase("park"):
+            with rec.phase(Step.PARK):
                 await group.stop()
             failed = {s: f"slot {s} died" for s, link in joiners.items() if self._boots.ready.get(s) is not link}
             if failed and not parked:
@@ -210,6 +211,13 @@ class Sequences:
         for slot, prepared in (olds | ups).items():
             rec.loaded(slot, prepared.loaded)
             if slot in ups:
+                rec.joiners[slot] = Joiner(
+                    spare=self._boots.from_spare(slot),
+                    boot_s=joiners[slot].status.boot_s,
+                    reach_s=prepared.connect_s,
+                    load_s=prepared.loaded.seconds,
+                    capture_s=prepared.capture_s,
+                )
                 end = time.monotonic()
                 rec.add_phase(f"capture {slot}", end - prepared.capture_s, end)
         return failed
@@ -271,7 +279,7 @@ class Sequences:
         self.recorder = rec = Recorder("retire", slots, reason, group.epoch, began, self._on_event)
         present = group.live
         staying = tuple(s for s in present if s not in slots)
-        with rec.phase("handover"):
+        with rec.phase(Step.HANDOVER):
             await self._gateway.route(group.epoch, self.routes(draining=slots))
             await self._gateway.drained(slots, deadline_s=self._config.commit_deadline_s)
         try:
@@ -292,7 +300,7 @@ class Sequences:
             # whether or not they said good-bye, they are part of no view; a loss that cut this off does not wait for them
             for link in leavers.values():
                 self._launcher.end(Launched(link.member.pid, link.member.pid_start))
-                Path(link.member.address).unlink(missing_ok=True)
+                self._launcher.remove(link.member.address)
             await asyncio.gather(*(link.aclose() for link in leavers.values()))
         rec.end("committed", f"serving on {list(staying)}", staying)
 
@@ -304,7 +312,7 @@ class Sequences:
             await self._vacate(rec, plan)
             plan = await self._plan_retire(present, staying)
         moves = moves_by_slot(plan.fills, plan.overwrites)
-        with rec.phase("move"):
+        with rec.phase(Step.MOVE):
             orders = {}
             for slot in staying:
                 link = group.links[slot]
@@ -313,7 +321,7 @@ class Sequences:
                 orders[slot] = link.call(order, Prepared, deadline_s=deadline_s)
             for slot, prepared in (await group.each(orders)).items():
                 rec.loaded(slot, prepared.loaded)
-        with rec.phase("park"):
+        with rec.phase(Step.PARK):
             await group.stop()
         return plan
 
@@ -345,7 +353,7 @@ class Sequences:
         """Commit the present map without the buffers that are to be overwritten, so that they can be filled in the
         background instead of while the group stands."""
         group = self._group
-        with rec.phase("vacate"):
+        with rec.phase(Step.VACATE):
             await group.stop()
             view = View(group.epoch, group.live, plan.vacated.only(group.live))
             await group.commit(view, {})
@@ -374,15 +382,21 @@ class Sequences:
     ) -> None:
         group = self._group
         group.view = view
-        self._view_changed()
         start = time.monotonic()
-        with rec.phase("commit"):
-            done = await group.commit(view, moves)
+        with rec.phase(Step.COMMIT):
+            committing = asyncio.create_task(group.commit(view, moves), name="commit")
+            try:
+                # the orders go first: the state file is a hint, and the group stands until they are answered
+                await asyncio.sleep(0)
+                self._view_changed()
+                done = await committing
+            finally:
+                committing.cancel()
         if phase == "cover":
             rec.add_phase("cover", start, start + max((c.loaded.seconds for c in done.values()), default=0.0))
         for slot, committed in done.items():
             rec.loaded(slot, committed.loaded)
-        with rec.phase("resume"):
+        with rec.phase(Step.RESUME):
             await group.resume()
             await self._gateway.route(group.epoch, self.routes())
             await self._first_steps(rec, view.live if survivors is None else survivors)

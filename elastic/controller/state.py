@@ -12,7 +12,7 @@ import msgspec
 from elastic.config import GroupConfig
 from elastic.errors import ElasticError
 from elastic.launch.base import Launched
-from elastic.paths import lock_path, read_json, state_path, write_json
+from elastic.paths import lock_path, read_json, state_path, state_path_of, states_by_term, write_json
 from elastic.view import Member
 
 
@@ -25,7 +25,7 @@ class GatewayProcess(msgspec.Struct, frozen=True):
 
 
 class GroupState(msgspec.Struct, frozen=True):
-    """`group.json`."""
+    """`group.json`, or `group.<term>.json` under a lease."""
 
     group: str
     epoch: int
@@ -49,8 +49,18 @@ def load_state(config: GroupConfig) -> GroupState | None:
     return state if state.group == config.name else None
 
 
-def save_state(config: GroupConfig, state: GroupState) -> None:
-    write_json(state_path(config.root), state)
+def save_state(config: GroupConfig, state: GroupState, term: int = 0) -> None:
+    write_json(state_path_of(config.root, term), state)
+
+
+def drop_older_states(config: GroupConfig, term: int) -> None:
+    """Remove what controllers of lower terms wrote. One without a lease has the file lock instead, and the ranks have let it
+    in: then whatever others wrote is out of date."""
+    if term:
+        state_path_of(config.root, 0).unlink(missing_ok=True)
+    for other, path in states_by_term(config.root).items():
+        if other < term or term == 0:
+            path.unlink(missing_ok=True)
 
 
 class ControllerLock:

@@ -6,12 +6,22 @@ from collections.abc import Collection
 from elastic.controller.boots import Boots
 from elastic.controller.group import Group
 from elastic.controller.records import GroupStatus, SlotState, SlotStatus
+from elastic.controller.spares import Spares
 from elastic.placement import HOLE, losses_survivable
 from elastic.protocol import Counters
 
 
 def group_status(
-    group: Group, boots: Boots, *, target: tuple[int, ...], lost: Collection[int], sequence: str | None, gateway: str
+    group: Group,
+    boots: Boots,
+    spares: Spares,
+    *,
+    target: tuple[int, ...],
+    lost: Collection[int],
+    sequence: str | None,
+    gateway: str,
+    term: int,
+    fenced: str,
 ) -> GroupStatus:
     """`lost`: given up, and still in the view. `sequence`: what runs, and its phase.
     `gateway`: what is wrong with it."""
@@ -30,6 +40,9 @@ def group_status(
         ),
         slots=tuple(_slot_status(s, group, boots, lost) for s in range(config.max_ranks)),
         gateway=gateway,
+        spares=spares.status(),
+        term=term,
+        fenced=fenced,
     )
 
 

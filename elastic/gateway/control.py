@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from elastic.channel import read_frame
 from elastic.errors import ElasticError, NeedsReplan
+from elastic.fence import Controllers, part
 from elastic.gateway.dispatcher import Dispatcher
 from elastic.protocol import PROTOCOL_VERSION, AnyMessage, GatewayQuery, Hello, Refused, Routes, encode
 
@@ -24,6 +26,7 @@ class ControlServer:
         self._path, self._group, self._dispatcher = path, group, dispatcher
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._controllers = Controllers()
 
     async def bind(self) -> None:
         """Raises ElasticError when the socket cannot be made. Replaces the socket file of an earlier gateway."""
@@ -58,6 +61,7 @@ class ControlServer:
         except (ElasticError, TimeoutError) as error:
             log.warning("control_connection_closed", why=str(error) or "silent")
         finally:
+            self._controllers.discard(writer)
             self._tasks.discard(task)
             writer.close()
             with contextlib.suppress(OSError):
@@ -73,9 +77,18 @@ class ControlServer:
                 f"group {hello.group!r} with protocol {hello.version}, "
                 f"this is group {self._group!r} with protocol {PROTOCOL_VERSION}"
             )
-        log.info("controller_connected")
+        if why := self._controllers.admit(hello, writer):
+            await part(reader)
+            raise ElasticError(why)
+        log.info("controller_connected", term=hello.term)
         while True:
-            answer = self._answer(await read_frame(reader))
+            message = await read_frame(reader)
+            if writer not in self._controllers:
+                log.warning(
+                    "control_message_ignored", message=type(message).__name__, why="its controller is superseded"
+                )
+                continue
+            answer = self._answer(message)
             writer.write(encode(answer))
             async with asyncio.timeout(ANSWER_DEADLINE_S):
                 await writer.drain()
@@ -91,4 +104,4 @@ class ControlServer:
                 pass
             case _:
                 raise ElasticError(f"{type(message).__name__} is no command for a gateway")
-        return self._dispatcher.status(message.id)
+        return msgspec.structs.replace(self._dispatcher.status(message.id), term=self._controllers.term)

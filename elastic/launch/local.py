@@ -17,6 +17,8 @@ from elastic.launch.base import Launched
 from elastic.paths import log_path, tier_path
 
 LOG_TAIL_BYTES = 4096
+KEPT_LOGS = 20
+"""Of each slot, one for each incarnation: the newest."""
 
 
 class LocalLauncher:
@@ -27,6 +29,7 @@ class LocalLauncher:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
     def launch(self, slot: int, incarnation: int) -> Launched:
+        self._forget_logs(slot)
         return self._spawn(
             f"rank-{slot}.{incarnation}",
             ["elastic.rank", "--run-dir", self._config.run_dir, "--slot", str(slot), "--incarnation", str(incarnation)],
@@ -107,6 +110,17 @@ class LocalLauncher:
         for pid, child in list(self._children.items()):
             if child.poll() is not None:
                 del self._children[pid]
+
+    def _forget_logs(self, slot: int) -> None:
+        """All but the newest, so that a slot that fails for months does not fill the disk."""
+        found: dict[int, Path] = {}
+        for path in log_path(self._config.root, "any").parent.glob(f"rank-{slot}.*.log"):
+            incarnation = path.name.split(".")[1]
+            if incarnation.isdigit():
+                found[int(incarnation)] = path
+        for old in sorted(found)[: 1 - KEPT_LOGS]:
+            with contextlib.suppress(OSError):
+                found[old].unlink()
 
     def _spawn(self, name: str, arguments: list[str]) -> Launched:
         self.reap()

@@ -17,7 +17,7 @@ from elastic import process
 from elastic.channel import read_frame
 from elastic.config import GroupConfig
 from elastic.errors import ElasticError, Unreachable
-from elastic.fence import Controllers
+from elastic.fence import Controllers, part
 from elastic.paths import unnamed_socket
 from elastic.protocol import (
     PROTOCOL_VERSION,
@@ -200,6 +200,7 @@ class Agent:
                 writer.write(encode(self._load))
             elif why := self._controllers.admit(hello, writer):
                 print(f"agent: refused a controller: {why}", flush=True)
+                await part(reader)
                 return
             while True:
                 message = await read_frame(reader)
@@ -293,7 +294,9 @@ class Agent:
         except Exception as error:
             # the rank cannot say what state a bug left it in; the controller decides, with the words in hand
             answer, failure = Failed(id=message.id, why=f"{type(error).__name__}: {error}"), error
-        writer.write(encode(answer))
+        if writer in self._controllers:
+            # nobody else may be told anything: it was superseded meanwhile, or is gone
+            writer.write(encode(answer))
         if failure is not None:
             end_if_device_error(failure, type(message).__name__)
         if isinstance(message, Leave):

@@ -18,7 +18,7 @@ from elastic import process
 from elastic.channel import read_frame
 from elastic.config import GroupConfig
 from elastic.errors import ElasticError
-from elastic.fence import Controllers
+from elastic.fence import Controllers, part
 from elastic.paths import log_path, socket_path, spare_socket, unnamed_socket
 from elastic.protocol import PROTOCOL_VERSION, Adopt, Done, Hello, Query, SpareStatus, encode
 from elastic.rank.architecture import Arena, ExpertBuffers
@@ -109,11 +109,12 @@ class _Waiting:
                 return
             if why := self._controllers.admit(hello, writer):
                 print(f"spare: refused a controller: {why}", flush=True)
+                await part(reader)
                 return
             while True:
                 message = await read_frame(reader)
                 if writer not in self._controllers:
-                    return
+                    continue
                 if isinstance(message, Query):
                     writer.write(encode(self._status(message.id)))
                 elif isinstance(message, Adopt) and not self._order.done():

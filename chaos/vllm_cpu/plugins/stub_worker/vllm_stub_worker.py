@@ -7,7 +7,8 @@ The token at position p of a sequence is 2 + (crc32(its first 4 ids) + p) % 90: 
 is continued on another one from what it has already got.
 
 Faults are files in $VLLM_STUB_FAULT_DIR. They are taken once, except `hang_`, which holds as long as the file is there:
-    raise_step_rank<R>               a step fails, as it does after a fault of the exchange
+    raise_step_rank<R>               a step fails on one rank
+    raise_step_together              as long as it is there: a step fails on all ranks at once, as after a fault of the exchange
     raise_eep_<method>_rank<R>       a part of a scaling fails; hang_eep_<method>_rank<R> waits in it. Methods:
                                      prepare_reconfiguration, commit_scale_up, commit_scale_down, prepare_new_worker
 """
@@ -35,6 +36,22 @@ def fault(kind: str, rank: int) -> None:
         time.sleep(0.02)
 
 
+def fault_together(rank: int, size: int) -> None:
+    """A fault of the exchange is met by all within one step. Ranks that do not come soon stand in vLLM's own collective, where a
+    step of this rank is waited for: then it is tried in the next one."""
+    folder = os.environ.get("VLLM_STUB_FAULT_DIR")
+    if not folder or not Path(folder, "raise_step_together").exists():
+        return
+    mine, until = Path(folder, f"arrived_{rank}"), time.monotonic() + 0.5
+    mine.touch()
+    while time.monotonic() < until:
+        if all(Path(folder, f"arrived_{other}").exists() for other in range(size)):
+            time.sleep(0.1)  # for the others to see it too
+            raise RuntimeError(f"injected into all ranks, rank {rank}")
+        time.sleep(0.005)
+    mine.unlink(missing_ok=True)
+
+
 def token(first: list[int], position: int) -> int:
     return 2 + (zlib.crc32(bytes(str(first[:FIRST_IDS]), "ascii")) + position) % 90
 
@@ -58,6 +75,10 @@ def make() -> Any:
         @property
         def dp_rank(self) -> int:
             return int(self.vllm_config.parallel_config.data_parallel_rank)
+
+        def meet_faults(self) -> None:
+            fault("step", self.dp_rank)
+            fault_together(self.dp_rank, self.vllm_config.parallel_config.data_parallel_size)
 
         def init_device(self) -> None:
             self.device = torch.device("cpu")
@@ -98,11 +119,11 @@ def make() -> Any:
             return None
 
         def execute_dummy_batch(self) -> None:
-            fault("step", self.dp_rank)
+            self.meet_faults()
             time.sleep(self.step_s)
 
         def execute_model(self, scheduled: Any) -> Any:
-            fault("step", self.dp_rank)
+            self.meet_faults()
             if scheduled.total_num_scheduled_tokens:
                 time.sleep(self.step_s)
             for request in scheduled.finished_req_ids:
