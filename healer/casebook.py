@@ -42,11 +42,11 @@ class Casebook:
         """Of the open incident; empty when there is none."""
         return self.current.id if self.current else ""
 
-    def open(self, cause: Cause, slots: tuple[int, ...], detected: float, size: int) -> None:
-        """Unless one is open already: then this fault is part of it. `detected`: monotonic seconds; `size`: slots of the
-        target."""
+    def open(self, cause: Cause, slots: tuple[int, ...], detected: float, size: int) -> OpenIncident | None:
+        """Unless one is open already: then this fault is part of it, and None is returned. `detected`: monotonic seconds;
+        `size`: slots of the target."""
         if self.current is not None:
-            return
+            return None
         self._last += 1
         now = self._clock.monotonic()
         self.current = OpenIncident(
@@ -63,6 +63,7 @@ class Casebook:
         self._metrics.incidents.labels(cause).inc()
         self._metrics.incident_open.set(1)
         self._log.say("warning", "incident.opened", incident=self.id, cause=cause, slots=slots)
+        return self.current
 
     def refine(self, refined: Refined, entries: list[int]) -> None:
         """What the incident of `refined` comes down to; it may be closed already. `entries`: where the journal has the
@@ -80,11 +81,11 @@ class Casebook:
         if self.current is not None and self.current.id == incident:
             self.current = msgspec.structs.replace(self.current, cause=refined.cause)
 
-    def close(self, size: int) -> None:
-        """The group is what it should be, with `size` slots; nothing where no incident is open."""
+    def close(self, size: int) -> str:
+        """The group is what it should be, with `size` slots. Returns the outcome; empty where no incident was open."""
         incident = self.current
         if incident is None:
-            return
+            return ""
         outcome = "reduced" if size < incident.size else "healed"
         # wall time: a restart of the host in between starts the monotonic clock anew
         open_s = max(0.0, self._clock.wall() - incident.opened_wall)
@@ -93,3 +94,4 @@ class Casebook:
         self.current = None
         self._metrics.incident_open.set(0)
         self._log.say("info", "incident.closed", incident=incident.id, outcome=outcome, open_s=round(open_s, 3))
+        return outcome

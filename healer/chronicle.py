@@ -59,6 +59,10 @@ class Chronicle:
     def placed(self) -> tuple[Placed, ...]:
         return tuple(Placed(rank, gpu) for rank, gpu in sorted(self._hardware.placed.items()))
 
+    def adopt(self, limits: Limits) -> None:
+        """Those of another policy, from now on."""
+        self._judge.limits = limits
+
     def watch(self, live: Iterable[RankRef], now: float) -> None:
         self._live = tuple(live)
         self._judge.watch(self._live, now, self._casebook.id)

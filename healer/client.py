@@ -1,14 +1,20 @@
 """The command line's way to a daemon: found through its run directory, asked through its API."""
 
+import getpass
+import socket
+import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from elastic.errors import ElasticError
-from healer.daemon import DaemonAddress, read_address
+from healer.address import DaemonAddress, read_address
 
 TIMEOUT_S = 10.0
+ATTEMPTS, PAUSE_S = 3, 0.5
+"""Of a control call that gets no answer, under one key: it is carried out once, however often it arrives."""
 
 
 class NoDaemon(ElasticError):
@@ -26,19 +32,29 @@ class Client:
 
     def get(self, path: str) -> Any:
         """Raises ElasticError with the API's reason."""
-        return self._call("GET", path, None)
+        return self._call("GET", path, None, {})
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Raises ElasticError with the API's reason."""
-        return self._call("POST", path, body)
-
-    def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        headers = {}
-        if body is not None and self.address.token_file:
+        headers = {"Idempotency-Key": uuid.uuid4().hex, "From": _asker()} | self._authorization()
+        for left in reversed(range(ATTEMPTS)):
             try:
-                headers["Authorization"] = f"Bearer {Path(self.address.token_file).read_text().strip()}"
-            except OSError as error:
-                raise ElasticError(f"{self.address.token_file}: cannot be read: {error.strerror}") from error
+                return self._call("POST", path, body, headers)
+            except NoDaemon:
+                if not left or not self.address.alive:
+                    raise
+                time.sleep(PAUSE_S)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _authorization(self) -> dict[str, str]:
+        if not self.address.token_file:
+            return {}
+        try:
+            return {"Authorization": f"Bearer {Path(self.address.token_file).read_text().strip()}"}
+        except OSError as error:
+            raise ElasticError(f"{self.address.token_file}: cannot be read: {error.strerror}") from error
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None, headers: dict[str, str]) -> Any:
         try:
             # the daemon is on this machine: a proxy from the environment is not for it
             answer = httpx.request(
@@ -57,3 +73,11 @@ class Client:
         if answer.is_error and path != "/healthz":
             raise ElasticError(str(content.get("error", content)) if isinstance(content, dict) else str(content))
         return content
+
+
+def _asker() -> str:
+    """Of whoever runs the command; what the daemon writes down."""
+    try:
+        return f"{getpass.getuser()}@{socket.gethostname()}"
+    except (OSError, KeyError):
+        return f"somebody@{socket.gethostname()}"

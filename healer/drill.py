@@ -125,7 +125,7 @@ def _moved(reports: Iterable[SequenceReport]) -> dict[str, Source]:
 
 async def incidents(deployment: Deployment) -> set[str]:
     """The ids of those that are known now."""
-    return {one["id"] for one in await deployment.get("/history")}
+    return {one["id"] for one in await deployment.get("/incidents")}
 
 
 async def healed(
@@ -136,11 +136,11 @@ async def healed(
 
     async def probe() -> dict[str, Any] | None:
         progress((await deployment.get("/status"))["group"]["sequence"] or "")
-        fresh = [one for one in await deployment.get("/history") if one["id"] not in known]
+        fresh = [one for one in await deployment.get("/incidents") if one["id"] not in known]
         return fresh[0] if fresh and all(one["outcome"] != "open" for one in fresh) else None
 
     summary = await eventually(probe, "the incident is closed", deadline_s)
-    found = await deployment.get(f"/history/{summary['id']}")
+    found = await deployment.get(f"/incidents/{summary['id']}")
     return healing_of(found["incident"], found["entries"], fault_at)
 
 

@@ -51,7 +51,7 @@ class HookRunner:
 
     def __init__(self, hooks: Mapping[str, Hook], on_end: Callable[[HookFacts, HookResult], None]) -> None:
         """`on_end` is called in the loop, once for each call that was started and not cut off by `close`."""
-        self._hooks, self._on_end = hooks, on_end
+        self.hooks, self._on_end = hooks, on_end
         self._running: dict[int, asyncio.Task[None]] = {}
 
     def start(self, facts: HookFacts) -> None:
@@ -70,7 +70,7 @@ class HookRunner:
             await asyncio.wait(tasks, timeout=KILL_AFTER_S + 1.0)
 
     async def _run(self, facts: HookFacts) -> None:
-        result = await call(self._hooks.get(facts.hook), facts)
+        result = await call(self.hooks.get(facts.hook), facts)
         if self._running.get(facts.slot) is asyncio.current_task():
             del self._running[facts.slot]
             self._on_end(facts, result)

@@ -12,7 +12,7 @@ import os
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,14 @@ CREATE TABLE outbox (
     error TEXT NOT NULL
 ) STRICT;
 CREATE INDEX waiting ON outbox (receiver, id) WHERE state = 'waiting';
+"""
+# what version 1 wrote about ranks alone, in the form that tells of ranks, GPUs and hosts
+_BODIES_2 = """
+UPDATE entries SET body = json_set(json_remove(body, '$.verdict.rank'), '$.verdict.subject',
+    json_set(json_extract(body, '$.verdict.rank'), '$.kind', 'rank'))
+    WHERE kind = 'verdict' AND json_extract(body, '$.verdict.rank') IS NOT NULL;
+UPDATE entries SET body = json_set(body, '$.subject.kind', 'rank')
+    WHERE kind = 'evidence' AND json_extract(body, '$.subject.kind') IS NULL;
 """
 _INSERT = "INSERT INTO entries (seq, wall, monotonic, kind, incident, body) VALUES (?, ?, ?, ?, ?, ?)"
 _COLUMNS = "seq, wall, monotonic, kind, incident, body"
@@ -99,6 +107,8 @@ class Journal:
         """Why the last flush failed; empty when it did not."""
         self.errors = 0
         self.dropped = 0
+        self.may_write: Callable[[], bool] = lambda: True
+        """False: another daemon writes here now; `flush` keeps what it has."""
         self._connection, self._clock = connection, clock
         self._pending: deque[tuple[int, float, float, str, str, str]] = deque()
         row = connection.execute("SELECT coalesce(max(seq), 0), count(*) FROM entries").fetchone()
@@ -133,6 +143,9 @@ class Journal:
         """Write what was added, in one transaction. False: it could not be; `error` says why, and nothing is lost yet."""
         if not self._pending:
             return True
+        if not self.may_write():
+            self.error = "another daemon writes it"
+            return False
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             self._connection.executemany(_INSERT, self._pending)
@@ -142,11 +155,21 @@ class Journal:
                 self._connection.execute("ROLLBACK")
             self.error = str(error)
             self.errors += 1
+            if isinstance(error, sqlite3.IntegrityError):
+                self._renumber()
             return False
         self._written += len(self._pending)
         self._pending.clear()
         self.error = ""
         return True
+
+    def _renumber(self) -> None:
+        """A daemon that lost its lease wrote after this one had begun: these entries move behind, and the next flush works."""
+        with contextlib.suppress(sqlite3.Error):
+            (newest,) = self._connection.execute("SELECT max(seq) FROM entries").fetchone()
+            by = max(0, int(newest) + 1 - self._pending[0][0])
+            self._pending = deque((entry[0] + by, *entry[1:]) for entry in self._pending)
+            self._next += by
 
     def checkpoint(self) -> None:
         """Fold the write-ahead log into the file; waits for the disk. For a thread of its own: it uses its own connection
@@ -169,6 +192,8 @@ class Journal:
 
     def prune(self, retention: Retention, open_incident: str) -> bool:
         """Forget one batch of what is too old. True: there may be more of it."""
+        if not self.may_write():
+            return False
         try:
             deleted = prune(self._connection, retention, open_incident)
         except sqlite3.Error as error:
@@ -230,6 +255,16 @@ def open_readonly(path: Path) -> sqlite3.Connection:
     except sqlite3.Error as error:
         raise ElasticError(f"{path}: the journal cannot be read: {error}") from error
     return connection
+
+
+def exported(connection: sqlite3.Connection, incident: str = "") -> Iterator[Entry]:
+    """All entries by sequence, or those of one incident and the evidence that its verdicts name. Read as they are asked
+    for: a journal need not fit into memory."""
+    if incident:
+        yield from timeline(connection, incident)
+        return
+    for row in connection.execute(f"SELECT {_COLUMNS} FROM entries ORDER BY seq"):
+        yield from _entries([row])
 
 
 def recent(connection: sqlite3.Connection, kind: Kind, limit: int) -> list[Entry]:
@@ -298,7 +333,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 def _migrate(connection: sqlite3.Connection, version: int) -> None:
     """From any older schema to this one, in one transaction: a daemon that dies within leaves the old one."""
     if version < SCHEMA_VERSION:
-        steps = (_SCHEMA if version < 1 else "") + _SINCE_2
+        steps = (_SCHEMA if version < 1 else _BODIES_2) + _SINCE_2
         connection.executescript(f"BEGIN IMMEDIATE; {steps} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
     if version == 1:
         connection.execute("PRAGMA auto_vacuum=INCREMENTAL")

@@ -27,7 +27,7 @@ class Judge:
 
     def __init__(self, limits: Limits) -> None:
         self.diagnosis = Diagnosis()
-        self._limits = limits
+        self.limits = limits
         self._dossier = Dossier()
         self._hardware = Hardware()
         self._live: tuple[RankRef, ...] = ()
@@ -61,7 +61,7 @@ class Judge:
     def judge(self, now: float) -> Judgement:
         """`now`: monotonic seconds."""
         standing = self._dossier.standing(now)
-        found = self.diagnosis = diagnose(standing, self._live, self._limits, now, self._hardware)
+        found = self.diagnosis = diagnose(standing, self._live, self.limits, now, self._hardware)
         changed = tuple(v for v in found.all if v.key != self._key_before(v))
         self._said = {v.subject: v for v in found.all}
         refined = self._refine({v.subject: v for v in found.gpus}, now) if self._departed else ()
@@ -74,7 +74,7 @@ class Judge:
     def next_change(self, now: float) -> float:
         """When time alone may change a verdict, in monotonic seconds; infinity: never. For whoever has no ticks."""
         ages = [self._dossier.next_expiry()]
-        limits = self._limits
+        limits = self.limits
         for one in self._dossier.standing(now):
             for after_s in (
                 limits.answer_after_s, limits.settle_after_s, limits.probation_s, limits.fault_window_s,
@@ -95,10 +95,10 @@ class Judge:
         waiting, found = [], []
         for departed in self._departed:
             about = [one for one in self._dossier.standing(now) if one.evidence.subject == departed.gpu]
-            said = refine(departed, about, on_gpus.get(departed.gpu), self._hardware.advise, self._limits)
+            said = refine(departed, about, on_gpus.get(departed.gpu), self._hardware.advise, self.limits)
             if said is not None:
                 found.append(said)
-            elif now - departed.verdict.since <= self._limits.blame_after_s + self._limits.answer_after_s:
+            elif now - departed.verdict.since <= self.limits.blame_after_s + self.limits.answer_after_s:
                 waiting.append(departed)
         self._departed = waiting
         return tuple(found)

@@ -58,6 +58,15 @@ class Metrics:
             registry=registry,
         )
         self.errors = Counter("healer_errors", "Failures of the daemon itself, by place.", ["where"], registry=registry)
+        self.policy_rejected = Counter(
+            "healer_policy_rejected", "Changed policy files that were rejected.", registry=registry
+        )
+        self._notifications = Counter(
+            "healer_notifications",
+            "Letters by receiver and what became of them: sent, retried, dead, or lost (no room to keep it).",
+            ["receiver", "result"],
+            registry=registry,
+        )
         entries = Gauge("healer_journal_entries", "Entries in the journal.", registry=registry)
         entries.set_function(journal_entries)
         self._sequences = Counter(
@@ -110,6 +119,9 @@ class Metrics:
             gpu, code = label_of(evidence.subject), str(evidence.value)
             self._xids.labels(gpu, code, evidence.source).inc()
             self._xid_seen.labels(gpu, code).set(evidence.wall)
+
+    def notified(self, receiver: str, result: str) -> None:
+        self._notifications.labels(receiver, result).inc()
 
     def sequence_ended(self, report: SequenceReport) -> None:
         self._sequences.labels(report.kind, report.outcome).inc()
@@ -170,10 +182,22 @@ class _HealthCollector:
             cpu.add_metric([sensor.name], sensor.cost.cpu_s)
             readings.add_metric([sensor.name], sensor.readings)
         yield from (up, age, cpu, readings)
+        healing = status.healing
+        for name, text, value in (
+            (
+                "healer_paused",
+                "1 while healing is paused, by the policy or by an operator.",
+                float(bool(healing.paused)),
+            ),
+            ("healer_breaker_open", "1 while the circuit breaker is open.", float(bool(healing.breaker))),
+            ("healer_quarantined_slots", "Slots in quarantine.", float(len(healing.quarantined))),
+            ("healer_lease_held", "1 while this daemon may act; always, where there is no lease.", float(status.acts)),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)
         if status.scaling is not None:
             level = GaugeMetricFamily("healer_load_signal", "Load over the group, by signal.", labels=["signal"])
-            for name, value in status.scaling.signals.items():
-                level.add_metric([name], value)
+            for signal, reading in status.scaling.signals.items():
+                level.add_metric([signal], reading)
             missing = GaugeMetricFamily("healer_load_signal_missing", "1: nobody told in time.", labels=["signal"])
             for name in status.scaling.missing:
                 missing.add_metric([name], 1.0)

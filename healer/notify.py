@@ -8,6 +8,7 @@ outbox or an unwritable one loses letters, never a healing.
 
 import asyncio
 import contextlib
+import importlib
 import sqlite3
 import string
 import time
@@ -174,10 +175,17 @@ class Notifier:
         wall: Callable[[], float] = time.time,
     ) -> None:
         """`on_result(receiver, "sent" | "retried" | "dead" | "lost")`, for metrics."""
+        self._path, self._on_result, self._wall = path, on_result, wall
+        self._wake, self._idle = asyncio.Event(), asyncio.Event()
+        self._outbox: Outbox | None = None
+        self.adopt(receivers)
+
+    def adopt(self, receivers: tuple[Receiver, ...]) -> None:
+        """Instead of those before; letters that wait for one that is gone are dead."""
         self._receivers: Mapping[str, Receiver] = {r.name: r for r in receivers}
-        self._on_result, self._wall = on_result, wall
-        self._wake = asyncio.Event()
-        self._outbox = Outbox(path) if receivers else None
+        if receivers and self._outbox is None:
+            self._outbox = Outbox(self._path)
+        self._wake.set()
 
     def tell(self, notice: Notice) -> None:
         """Returns at once: the letters are written down, and sent in the background."""
@@ -185,12 +193,21 @@ class Notifier:
             if notice.about in receiver.about and self._outbox is not None:
                 if not self._outbox.put(receiver.name, notice):
                     self._on_result(receiver.name, "lost")
+                self._idle.clear()
                 self._wake.set()
+
+    async def drained(self) -> None:
+        """Until nothing is due."""
+        if self._outbox is not None:
+            await self._idle.wait()
 
     async def run(self) -> None:
         """Until cancelled."""
-        if self._outbox is None:
-            return
+        while self._outbox is None:
+            self._wake.clear()
+            await self._wake.wait()
+        # in a thread, since it takes 0.2 s that no healing should wait for
+        await asyncio.to_thread(importlib.import_module, "httpx")
         try:
             while True:
                 self._wake.clear()
@@ -198,6 +215,8 @@ class Notifier:
                     for letter in self._outbox.due(self._wall()):
                         tasks.create_task(self._send(self._outbox, letter))
                 due = self._outbox.next_due()
+                if due is None or due > self._wall():
+                    self._idle.set()
                 pause_s = IDLE_S if due is None else min(IDLE_S, max(0.0, due - self._wall()))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause_s):

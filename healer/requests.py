@@ -1,6 +1,6 @@
 """What operators ask for, beside a size: carried out within the bounds, in a pause too, and written down like any decision."""
 
-from elastic.errors import Infeasible
+from elastic.errors import ElasticError, Infeasible
 from healer.actions import Actions, asked
 from healer.clock import Clock
 from healer.journal import Journal, Kind
@@ -22,6 +22,8 @@ from healer.policy.memory import BreakerReset, Note, Paused, Quarantined, Quaran
 from healer.roster import Roster
 from healer.targets import Target
 
+ORDERED = "order"
+"""Lifecycle event in the journal: one order."""
 FOR_GOOD_S = 3650 * 86400.0
 """A quarantine without an end."""
 
@@ -34,8 +36,22 @@ class Requests:
         self._journal, self._clock = journal, clock
 
     def carry_out(self, order: Order, *, who: str, refuse: str) -> Carried:
+        """As `_carried`; what was asked, by whom, and what was answered is in the journal, where it was refused too."""
+        answer = ""
+        try:
+            carried = self._carried(order, who=who, refuse=refuse)
+            answer = carried.sentence
+            return carried
+        except ElasticError as error:
+            answer = f"refused: {error}"
+            raise
+        finally:
+            body = {"event": ORDERED, "order": type(order).__name__, "body": order, "who": who, "answer": answer}
+            self._journal.add(Kind.LIFECYCLE, body)
+
+    def _carried(self, order: Order, *, who: str, refuse: str) -> Carried:
         """`refuse`: why the group must not be touched now; empty when it may. Raises Infeasible with the reason; then nothing
-        was changed. Not for the type `Order` itself."""
+        was changed; Superseded where this daemon may not act. Not for the type `Order` itself."""
         now = self._clock.monotonic()
         match order:
             case Pause(reason):
@@ -59,8 +75,8 @@ class Requests:
                 sentence = self._cancel(who, refuse)
             case Scale(ranks, slots):
                 wanted = ranks if ranks is not None else tuple(slots or ())
-                self._actions.scale(wanted, who=who, refuse=refuse)
-                sentence = f"scales, asked by {who}"
+                target = self._actions.scale(wanted, who=who, refuse=refuse)
+                sentence = f"scales to slots {', '.join(map(str, target))}, asked by {who}"
             case _:
                 raise Infeasible(f"{type(order).__name__} is no order that can be carried out")
         return Carried(sentence, self._target.observe().target)
@@ -111,6 +127,7 @@ class Requests:
             raise Infeasible(refuse)
         self._journal.add(Kind.ACTION, {"step": Step.REPLACE, "slots": (slot,), "who": who})
         self._journal.flush()
+        self._actions.authority.check()
         self._roster.condemn(rank, "")
         self._target.lose((slot,), cause="operator", detected=now, replace=True)
         self._actions.record(asked(Step.REPLACE, Reason.OPERATOR, (slot,), sentence))

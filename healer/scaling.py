@@ -52,6 +52,10 @@ class Scaling:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
+    def adopt(self, policy: Policy) -> None:
+        """Other bounds, from now on, under the same load rules and schedules."""
+        self.autoscaler.adopt(policy)
+
     def tick(self, now: float) -> None:
         """Decide when it is due, and carry the decision out. A task that failed is begun again."""
         if self._task is not None and self._task.done():

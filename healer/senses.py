@@ -35,8 +35,6 @@ class Senses:
     def __init__(self, policy: Policy, clock: Clock, machine: Machine, on_error: OnError) -> None:
         detection = policy.spec.detection
         self._clock, self._machine, self._on_error = clock, machine, on_error
-        self._scan_s = detection.process_interval_s
-        self._late_limit_s = LATE_FRACTION * detection.stall_after_s
         self._liveness, self._wall_clock = LivenessSensor(clock), WallClockSensor(clock)
         self._processes = ProcessSensor(clock)
         self._heartbeats = HeartbeatSensor(
@@ -50,6 +48,15 @@ class Senses:
         self._members: tuple[Member, ...] = ()
         self._hardware = Hardware()
         self._next_scan = clock.monotonic()
+        self.adopt(policy)
+
+    def adopt(self, policy: Policy) -> None:
+        """The limits of another policy, from now on."""
+        detection = policy.spec.detection
+        self._scan_s = detection.process_interval_s
+        self._late_limit_s = LATE_FRACTION * detection.stall_after_s
+        self._heartbeats.thresholds = (detection.stall_after_s, detection.silent_after_s)
+        self._stragglers.config = StragglerConfig(ratio=policy.spec.sensors.thresholds.straggler_ratio)
 
     def start(self, wake: Callable[[], None]) -> None:
         for sensor in self._all:

@@ -8,11 +8,15 @@ import msgspec
 from elastic.controller.records import GroupStatus
 from healer.casebook import OpenIncident
 from healer.diagnosis import Cause, Health, Verdict
+from healer.lease.election import Role
+from healer.policy.memory import Memory
+from healer.policy.schema import Policy
+from healer.reload import PolicyStatus
 from healer.sensors import SensorStatus
 from healer.trace import Placed
 
-DaemonState = Literal["starting", "ok", "degraded", "stopping"]
-"""degraded: an incident is open, a rank, a GPU in use or the host is not known to be healthy, the group is not at its target,
+DaemonState = Literal["standby", "starting", "ok", "degraded", "stopping"]
+"""standby: another daemon holds the lease, and this one watches. degraded: an incident is open, a rank, a GPU in use or the host is not known to be healthy, the group is not at its target,
 clients are not served, or the journal cannot be written."""
 
 
@@ -23,6 +27,44 @@ class JournalStatus(msgspec.Struct, frozen=True):
     """Why it cannot be written now; empty when it can."""
     set_aside: str
     """Where a damaged predecessor lies; empty when there was none."""
+
+
+class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Who may act on the group."""
+
+    store: str
+    name: str
+    """This daemon's, in the lease."""
+    role: Role
+    holder: str
+    """Whose name stands in the lease; empty: nobody's."""
+    term: int
+    """Under which this daemon acts, or last acted; 0: it never did."""
+    error: str
+    """Why the store could not be read or written the last time; empty: it could."""
+
+
+class HealingStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds healing back, and what it keeps empty."""
+
+    paused: str
+    """By whom; empty: it is not."""
+    breaker: str
+    """Why the circuit breaker is open; empty: it is not."""
+    quarantined: tuple[int, ...]
+    """Slots."""
+    probation: tuple[int, ...]
+    """Slots that must prove themselves before they are trusted."""
+
+
+def healing_status(policy: Policy, memory: Memory, probation: Collection[int]) -> HealingStatus:
+    opened = memory.breaker_open_since is not None
+    return HealingStatus(
+        paused="spec.pause" if policy.spec.pause else memory.paused_by,
+        breaker=(memory.breaker_why or "too many destructive steps") if opened else "",
+        quarantined=tuple(sorted(memory.quarantined)),
+        probation=tuple(sorted(probation)),
+    )
 
 
 class ScalingStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +89,12 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     pid: int
     policy: str
+    policy_file: PolicyStatus
     dry_run: bool
+    lease: LeaseStatus | None
+    """None: there is no lease, and this daemon is alone."""
+    acts: bool
+    """This daemon may act now."""
     uptime_s: float
     loop_age_s: float
     """Since the supervisor's loop last went round."""
@@ -58,6 +105,7 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     incident: OpenIncident | None
     decision: str
     """The newest decision's sentence."""
+    healing: HealingStatus
     scaling: ScalingStatus | None
     """None where the policy has neither load rules nor schedules."""
     group: GroupStatus

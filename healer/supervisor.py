@@ -1,6 +1,5 @@
-"""The supervisor: the loop that owns all state. Events and ticks become evidence, evidence verdicts, verdicts decisions,
-decisions actions, all in one call without an await in between: a dead rank is given to the target in the very iteration
-that reports it, after one cheap write of the intent.
+"""The supervisor: the loop that owns all state. It starts and ends what belongs to a daemon, and goes round: events and ticks
+come in and are handed on, one at a time.
 
 Everything here runs in one event loop. Nobody else writes its state.
 """
@@ -8,41 +7,40 @@ Everything here runs in one event loop. Nobody else writes its state.
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic.controller.records import (
-    BootFailed,
-    Event,
-    GroupStatus,
-    PeerFaultSeen,
-    PhaseBegan,
-    RankBeat,
-    RankGone,
-    SequenceEnded,
-)
+from elastic.controller.records import Event, GroupStatus
 from elastic.errors import ElasticError
 from healer import __version__
 from healer.actions import Actions
+from healer.authority import Authority
 from healer.casebook import Casebook
 from healer.chronicle import Chronicle
 from healer.clock import Clock
-from healer.diagnosis import Cause, Health, Verdict
-from healer.evidence import Evidence, GpuRef, RankRef
+from healer.deliberation import Deliberation
+from healer.diagnosis import Cause, Health
+from healer.evidence import Evidence
+from healer.herald import Herald
 from healer.journal import Journal, Kind
+from healer.load_desk import LoadDesk
 from healer.logs import LateLog
 from healer.machine import Machine
 from healer.metrics import Metrics
 from healer.orders import Carried, Order
 from healer.policy import guards
-from healer.policy.decide import Decision, decide
+from healer.policy.decide import Reason
+from healer.policy.memory import Note
 from healer.policy.schema import Policy
-from healer.progress import Progress, given_up
+from healer.progress import Progress
+from healer.reception import Reception
+from healer.reload import PolicyFile
 from healer.requests import Requests
 from healer.roster import Roster
 from healer.senses import Senses
-from healer.sensors import ref
-from healer.status import DaemonStatus, JournalStatus, alive, trouble
+from healer.status import DaemonStatus, JournalStatus, LeaseStatus, alive, healing_status, trouble
+from healer.systemd import Notifier as ServiceManager
 from healer.targets import TargetFactory
 from healer.trace import Recorder
 from healer.turns import Turns
@@ -68,28 +66,47 @@ class Supervisor:
         *,
         machine: Machine | None = None,
         recorder: Recorder | None = None,
+        authority: Authority | None = None,
+        lease: Callable[[], LeaseStatus | None] = lambda: None,
+        policy_file: Path | None = None,
+        service: ServiceManager | None = None,
     ) -> None:
         """Raises ElasticError where the target cannot be made from the policy (a bad checkpoint). `machine`: the sensors of
-        the host, none by default. `recorder`: keeps a trace."""
+        the host, none by default. `recorder`: keeps a trace. `authority`: whether this daemon may act, always by default;
+        `lease`: what the status shows of it. `policy_file`: watched for changes. `service`: the service manager."""
         self.policy, self.journal = policy, journal
+        self._authority, self._lease = authority or Authority(), lease
+        self._service = service or ServiceManager({})
         self.metrics = Metrics(self, lambda: journal.entries)
         self._clock, self._log = clock, LateLog("healer")
-        self._tick_s = min(0.1, policy.spec.detection.stall_after_s / 8)
+        self._tick_s = _tick_s(policy)
+        self._policy_file = PolicyFile(policy_file, policy, clock)
         machine = machine or Machine()
         self._senses = Senses(policy, clock, machine, self._sensor_failed)
         self._casebook = Casebook(journal, clock, self.metrics, self._log)
-        self._upkeep = Upkeep(journal, self.metrics, self._log)
+        self._upkeep = Upkeep(journal, self.metrics, self._log, policy.spec.journal.retention)
+        self._herald = Herald(policy, journal.path, clock, self.metrics, self._log)
         self._chronicle = Chronicle(policy.limits, machine, self._casebook, journal, self.metrics, self._log, recorder)
         self._target = make_target(self.on_event)
         self._roster = Roster(self._target.observe())
         self._actions = Actions(
-            self._target, self._roster, self._casebook, journal, self.metrics, self._log, clock, policy
-        )
+            self._target, self._roster, self._casebook, journal, self.metrics, self._log, clock, policy,
+            authority=self._authority,
+        )  # fmt: skip
+        self._roster.on_note = self._noted
         self._requests = Requests(self._target, self._roster, self._actions, journal, clock)
         self._progress = Progress(self._casebook, journal, self.metrics, self._log)
-        self._scaling = self._make_scaling(recorder)
-        self._said: tuple[Decision, ...] = ()
-        self._turns: Turns[Event] = Turns(self._handle, self._event_failed, self._log.flush)
+        self._recorder = recorder
+        self._load = LoadDesk(policy, self._make_scaling)
+        self._deliberation = Deliberation(
+            policy, self._target, self._roster, self._senses, self._chronicle, self._casebook, self._actions,
+            self._progress, self._herald, self._upkeep, journal, clock, self._authority,
+        )  # fmt: skip
+        reception = Reception(
+            self, self._senses, self._roster, self._actions, self._progress, journal,
+            lambda: self.policy.spec.detection.process_interval_s,
+        )  # fmt: skip
+        self._turns: Turns[Event] = Turns(reception.handle, self._event_failed, self._log.flush)
         self._started_at = self._last_round = clock.monotonic()
         self._next_housekeeping = self._started_at
         self._started = ""
@@ -100,11 +117,11 @@ class Supervisor:
 
     async def run(self) -> None:
         """Start the target, keep it healthy until `end` is called, then let go of it or stop it. Raises what the target's
-        start raises."""
+        start raises, and Superseded where this daemon may not act any more; then it has let go."""
         self._note("daemon-started", policy=self.policy.metadata.name, version=__version__, pid=os.getpid())
         self._senses.start(self._wake.set)
-        if self._scaling is not None:
-            self._scaling.start()
+        self._herald.start()
+        self._load.start()
         starting = asyncio.create_task(self._target.start(), name="target start")
         starting.add_done_callback(lambda _: self._wake.set())
         try:
@@ -120,34 +137,56 @@ class Supervisor:
             if starting.done() and not starting.cancelled() and starting.exception() is not None:
                 self._log.say("error", "target.start_failed", error=str(starting.exception()))
             await self._finish(stop=self._ending == "stop")
+        self._authority.check()
 
     def end(self, *, stop: bool, who: str) -> None:
         """Leave the loop: with `stop` serving ends too, without it goes on."""
         if not self._ending:
             self._ending = "stop" if stop else "close"
+            self._service.stopping()
+            self._note("daemon-ending", stop_serving=stop, who=who)
             self._log.say("info", "daemon.ending", stop_serving=stop, who=who)
             self._wake.set()
+
+    def disarm(self, why: str) -> None:
+        """Another daemon may act from now on: nothing more is done, and the loop is left."""
+        if not self._authority.over or not self._ending:
+            self._authority.end(why)
+            self._log.say("error", "lease.lost", why=self._authority.over)
+            self._herald.lease_lost(f"this daemon acts no more and lets go: {self._authority.over}")
+            self.end(stop=False, who="the lease")
+
+    def reload(self) -> None:
+        """Read the policy file again, changed or not."""
+        self._policy_file.reload()
+        self._wake.set()
+
+    @property
+    def ending(self) -> bool:
+        return bool(self._ending)
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        return self._turns.alone()
 
     @property
     def loop_age_s(self) -> float:
         return self._clock.monotonic() - self._last_round
 
     def _begin(self, sentence: str) -> None:
-        self._started = sentence
+        self._started, self._deliberation.started = sentence, True
         self._note("target-started", sentence=sentence, incident=self._casebook.id)
+        self._service.ready(sentence)
         self._log.say(
             "info", "target.started", sentence=sentence, took_s=round(self._clock.monotonic() - self._started_at, 3)
         )
         with self._turns.alone():
-            self._refresh()
+            self.refresh()
             # a rank may have died before anybody watched it
-            self._consider(self._senses.scan())
+            self.consider(self._senses.scan())
 
     async def _finish(self, *, stop: bool) -> None:
         await self._upkeep.close(CLOSE_DEADLINE_S)
-        await asyncio.gather(self._senses.stop(), self._actions.close())
-        if self._scaling is not None:
-            await self._scaling.stop()
+        await asyncio.gather(self._senses.stop(), self._actions.close(), self._policy_file.close(), self._load.stop())
         outcome = "serving was stopped" if stop else "serving goes on" if self._started else "nothing was started"
         try:
             async with asyncio.timeout(STOP_DEADLINE_S if stop else CLOSE_DEADLINE_S):
@@ -157,6 +196,7 @@ class Supervisor:
             self._log.say("error", "target.unreachable", error=outcome)
         self._note("daemon-ended", sentence=outcome)
         self.journal.flush()
+        await self._herald.close()
         self._chronicle.close()
         self._log.say("info", "daemon.ended", sentence=outcome)
         self._log.flush()
@@ -180,72 +220,6 @@ class Supervisor:
         self.metrics.errors.labels("event").inc()
         self._log.say("error", "event.failed", event_type=type(event).__name__, exc_info=error)
 
-    def _handle(self, event: Event) -> None:
-        match event:
-            case RankBeat():
-                found = self._senses.heard(event)
-                if found:
-                    self._consider(found)
-            case RankGone():
-                self._gone(event)
-            case PeerFaultSeen():
-                peer = self._roster.in_slot(event.peer)
-                if peer is not None:
-                    self._consider(self._senses.peer_fault(event, peer))
-            case BootFailed():
-                self._boot_failed(event)
-            case PhaseBegan():
-                self._progress.phase_began(event)
-                self._phase(event)
-            case SequenceEnded():
-                self._progress.sequence_ended(event)
-                self._refresh()
-                self._judge([])
-
-    def _gone(self, event: RankGone) -> None:
-        rank = ref(event.member)
-        if rank not in self._roster.live:
-            self._refresh()
-        if rank not in self._roster.live:
-            return  # retired, already condemned, or never part of the view: the target's own business
-        self._consider(self._senses.gone(event, rank))
-        if rank in self._roster.live:
-            self._look_again(rank, 0.001)
-
-    def _look_again(self, rank: RankRef, after_s: float) -> None:
-        """A closed socket and a process that lives: look at it ever more slowly, up to the sensor's own rate."""
-
-        def look() -> None:
-            if rank not in self._roster.live or self._ending:
-                return
-            dead = self._senses.died(rank)
-            if dead:
-                with self._turns.alone():
-                    self._consider(dead)
-            else:
-                self._look_again(rank, after_s * 2)
-
-        if after_s < self.policy.spec.detection.process_interval_s:
-            asyncio.get_running_loop().call_later(after_s, look)
-
-    def _boot_failed(self, event: BootFailed) -> None:
-        self._progress.boot_failed(event)
-        if event.gave_up:
-            self._roster.boot_failed(event)
-            self._refresh()
-            self._judge([])
-
-    def _phase(self, event: PhaseBegan) -> None:
-        unknown = tuple(s for s in event.slots if not self._roster.is_lost(s))
-        if event.kind != "loss" or not unknown:
-            return
-        self._refresh()
-        self._roster.given_up(unknown)
-        self._open(Cause.EXECUTOR, unknown, event.at)
-        self._actions.record(given_up(unknown))
-        self._refresh()
-        self.journal.flush()
-
     def _round(self, late_s: float) -> None:
         """One tick. Guarded like `on_event`."""
         with self._turns.alone():
@@ -258,14 +232,19 @@ class Supervisor:
     def _tick(self, late_s: float) -> None:
         self.metrics.loop_late.observe(late_s)
         now = self._last_round = self._clock.monotonic()
+        self._service.alive(now)
+        if not self._authority.armed():
+            self.disarm(self._authority.over)
+            return
+        self._look_at_policy(now)
         found = self._senses.round(late_s)
         if now >= self._next_housekeeping:
             self._next_housekeeping = now + HOUSEKEEPING_S
             self._keep_house()
         if found or self._roster.waiting or self._unsettled:
-            self._consider(found)
-        if self._scaling is not None and self._started and not self._ending:
-            self._scaling.tick(now)
+            self.consider(found)
+        if self._started and not self._ending:
+            self._load.tick(now)
 
     @property
     def _unsettled(self) -> bool:
@@ -280,73 +259,27 @@ class Supervisor:
     def _keep_house(self) -> None:
         if self._started:
             self._chronicle.equip(self._senses.hardware(), self._clock.monotonic())
-            self._refresh()
-            self._judge([])
+            self.refresh()
+            self.consider([])
         self._chronicle.tidy(self._clock.monotonic())
-        self._upkeep.checkpoint(busy=self._casebook.current is not None)
+        self._upkeep.tidy(self._casebook.id)
+        if self._started:
+            self._service.status(self._why() or f"all {len(self._roster.live)} ranks are healthy")
 
-    # --- evidence, verdict, decision, action ----------------------------------------------------------------------
+    # --- for those who report: evidence goes to judgement ---------------------------------------------------------------
 
-    def _consider(self, found: list[Evidence]) -> None:
-        now = self._clock.monotonic()
-        if any(isinstance(e.subject, GpuRef) for e in found):
-            # whose GPU that is must be known before it is judged
-            self._chronicle.equip(self._senses.hardware(), now)
-        self._judge(self._chronicle.take(found, now))
+    def consider(self, found: list[Evidence]) -> None:
+        self._deliberation.consider(found)
 
-    def _judge(self, fresh: list[Evidence]) -> None:
-        now = self._clock.monotonic()
-        found = self._chronicle.judge(now)
-        verdicts = found.diagnosis.ranks
-        sick = [v for v in verdicts if v.health == Health.UNHEALTHY]
-        if sick:
-            self._open(sick[0].cause, tuple(v.rank.slot for v in sick), min(v.since for v in sick))
-        self._chronicle.write(fresh, found)
-        if self._started or sick:
-            self._decide(verdicts, now)
-        self._close_if_healed()
-        self.journal.flush()
-        self._upkeep.check()
+    def refresh(self) -> None:
+        self._deliberation.refresh()
 
-    def _decide(self, verdicts: Iterable[Verdict], now: float) -> None:
-        verdicts, hardware = tuple(verdicts), self._chronicle.hardware
-        state = self._roster.state(
-            self._chronicle.standing(now).values(),
-            wall=self._clock.wall(),
-            hosts={member.slot: member.host for member in self._roster.live.values()},
-            gpus=len(hardware.gpus) or None,
-        )
-        decisions = decide(self.policy, verdicts, self._roster.observe(self.policy, verdicts, state, now), now)
-        said = {d.key for d in self._said}
-        self._said = decisions
-        for decision in decisions:
-            if decision.acts or decision.key not in said:
-                self._actions.record(decision)
-            if decision.acts:
-                self._actions.carry_out(decision)
-                self._refresh()
+    def open_incident(self, cause: Cause, slots: tuple[int, ...], detected: float) -> None:
+        self._deliberation.open_incident(cause, slots, detected)
 
-    # --- the group as observed --------------------------------------------------------------------------------------
-
-    def _refresh(self) -> None:
-        if not self._roster.refresh(self._target.observe(), self._clock.monotonic()):
-            return
-        now, live = self._clock.monotonic(), self._roster.live
-        self._senses.watch(live.values())
-        self._chronicle.watch(live, now)
-        self._chronicle.equip(self._senses.hardware(), now)
-
-    def _open(self, cause: Cause, slots: tuple[int, ...], detected: float) -> None:
-        self._casebook.open(cause, slots, detected, len(self._roster.group.target))
-
-    def _close_if_healed(self) -> None:
-        if self._casebook.current is None or not self._started or not self._roster.settled:
-            return
-        if self._progress.in_sequence:
-            return  # the view counts a joining rank before its commit has ended, and its report belongs to the incident
-        if any(v.health == Health.UNHEALTHY for v in self._chronicle.ranks):
-            return
-        self._casebook.close(len(self._roster.group.target))
+    def _noted(self, note: Note) -> None:
+        self._actions.write_note(note)
+        self._herald.noted(note)
 
     def _note(self, event: str, *, incident: str = "", **fields: object) -> None:
         self.journal.add(Kind.LIFECYCLE, {"event": event, **fields}, incident)
@@ -357,26 +290,27 @@ class Supervisor:
         """The group now; once the daemon is ending, as last seen."""
         return self._roster.group if self._ending else self._target.observe()
 
-    def scale(self, wanted: int | tuple[int, ...], *, who: str) -> tuple[int, ...]:
-        """An operator's request. Returns the new target. Raises Infeasible with the reason; then nothing was changed."""
-        try:
-            with self._turns.alone():
-                target = self._actions.scale(wanted, who=who, refuse=self._untouchable())
-                self._refresh()
-        finally:
-            self.journal.flush()
-        return target
-
     def order(self, order: Order, *, who: str) -> Carried:
-        """Any other request. Raises Infeasible with the reason; then nothing was changed."""
+        """An operator's request. Raises ElasticError with the reason; then nothing was changed."""
         try:
             with self._turns.alone():
                 carried = self._requests.carry_out(order, who=who, refuse=self._untouchable())
-                self._refresh()
-                self._judge([])
+                self.refresh()
+                self.consider([])
         finally:
             self.journal.flush()
+        self._upkeep.harden()
         return carried
+
+    def _scale(self, wanted: int, who: str) -> tuple[int, ...]:
+        """A size that load rules or schedules ask for."""
+        try:
+            with self._turns.alone():
+                target = self._actions.scale(wanted, who=who, refuse=self._untouchable(), reason=Reason.LOAD)
+                self.refresh()
+        finally:
+            self.journal.flush()
+        return target
 
     def _untouchable(self) -> str:
         """Why the group must not be changed now; empty: it may."""
@@ -384,17 +318,40 @@ class Supervisor:
             return "the daemon is starting or ending; try again when `healer status` shows a group"
         return "spec.dryRun is set in the policy" if self.policy.spec.dry_run else ""
 
-    def _make_scaling(self, recorder: Recorder | None) -> "Scaling | None":
-        if not self.policy.spec.load.rules and not self.policy.spec.schedules:
-            return None
-        from healer.scaling import Scaling  # reading signals costs start-up time and memory that most policies save
+    # --- a changed policy -------------------------------------------------------------------------------------------
 
-        def scale(size: int, who: str) -> object:
-            return self.scale(size, who=who)
+    def _look_at_policy(self, now: float) -> None:
+        found = self._policy_file.poll(now)
+        if isinstance(found, str):
+            self.metrics.policy_rejected.inc()
+            self._note("policy-rejected", why=found)
+            self._herald.policy_rejected(found)
+            self._log.say("error", "policy.rejected", why=found)
+        elif found is not None:
+            self._adopt(found)
+
+    def _adopt(self, policy: Policy) -> None:
+        """All at once, between two rounds."""
+        self.policy = self._deliberation.policy = policy
+        self._tick_s = _tick_s(policy)
+        self._senses.adopt(policy)
+        self._chronicle.adopt(policy.limits)
+        self._actions.adopt(policy)
+        self._herald.adopt(policy)
+        self._upkeep.retention = policy.spec.journal.retention
+        self._load.adopt(policy)
+        digest = self._policy_file.status.digest
+        self._note("policy-loaded", digest=digest)
+        self._log.say("info", "policy.loaded", digest=digest)
+
+    # --- load -------------------------------------------------------------------------------------------------------
+
+    def _make_scaling(self, policy: Policy) -> "Scaling":
+        from healer.scaling import Scaling
 
         return Scaling(
-            self.policy, self._clock, self.observe, self._target.address, self._unscalable, scale, self.journal, self._log,
-            recorder,
+            policy, self._clock, self.observe, self._target.address, self._unscalable, self._scale, self.journal,
+            self._log, self._recorder,
         )  # fmt: skip
 
     def _unscalable(self) -> str:
@@ -403,28 +360,37 @@ class Supervisor:
         held = guards.scaling(self.policy, self._chronicle.ranks, state, self._clock.monotonic())
         return held.text if held else f"incident {self._casebook.id} is open" if self._casebook.id else ""
 
+    def _why(self) -> str:
+        """What keeps the daemon from "ok"; empty when nothing does."""
+        group, chronicle = self.observe(), self._chronicle
+        if not self._started:
+            return "the target is starting"
+        live = alive(group, chronicle.ranks)
+        return trouble(group, live, chronicle.ranks, chronicle.below, self._casebook.id, self.journal.error)
+
     def status(self) -> DaemonStatus:
         now, journal, group, chronicle = self._clock.monotonic(), self.journal, self.observe(), self._chronicle
-        live = alive(group, chronicle.ranks)
-        why = "the target is starting"
-        if self._started:
-            why = trouble(group, live, chronicle.ranks, chronicle.below, self._casebook.id, journal.error)
+        why = self._why()
         return DaemonStatus(
             state="stopping" if self._ending else "starting" if not self._started else "degraded" if why else "ok",
             why=why,
             version=__version__,
             pid=os.getpid(),
             policy=self.policy.metadata.name,
+            policy_file=self._policy_file.status,
+            lease=self._lease(),
+            acts=self._authority.armed(),
+            healing=healing_status(self.policy, self._roster.memory, self._deliberation.suspects or ()),
             dry_run=self.policy.spec.dry_run,
             uptime_s=now - self._started_at,
             loop_age_s=self.loop_age_s,
             started=self._started,
             serving=self._target.address() if self._started else "",
             incident=self._casebook.current,
-            decision="; ".join(d.sentence for d in self._said),
-            scaling=self._scaling.status() if self._scaling is not None else None,
+            decision=self._deliberation.sentence,
+            scaling=self._load.status(),
             group=group,
-            live=live,
+            live=alive(group, chronicle.ranks),
             verdicts=chronicle.ranks,
             gpus=chronicle.gpus,
             hosts=chronicle.hosts,
@@ -432,3 +398,8 @@ class Supervisor:
             sensors=self._senses.status(),
             journal=JournalStatus(str(journal.path), journal.entries, journal.error, str(journal.set_aside or "")),
         )
+
+
+def _tick_s(policy: Policy) -> float:
+    """Between two rounds of the loop: a fraction of the shortest silence that counts."""
+    return min(0.1, policy.spec.detection.stall_after_s / 8)

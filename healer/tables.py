@@ -45,6 +45,7 @@ def show_status(out: Console, status: dict[str, Any]) -> None:
             out.print(f"  signal     [yellow]{escape(problem)}[/yellow]")
     if status["dry_run"]:
         out.print("  dry run    nothing is acted upon")
+    _held_back(out, status)
     if status["journal"]["error"]:
         out.print(f"  journal    [red]cannot be written: {escape(status['journal']['error'])}[/red]")
     out.print(_slots(status))
@@ -53,6 +54,28 @@ def show_status(out: Console, status: dict[str, Any]) -> None:
     for verdict in (*status["hosts"], *status["gpus"]):
         if verdict["cause"] != "none":
             out.print(f"  {escape(verdict['sentence'])}")
+
+
+def _held_back(out: Console, status: dict[str, Any]) -> None:
+    """What keeps the daemon, or a part of the group, from working as the policy file says."""
+    healing, file, lease = status["healing"], status["policy_file"], status["lease"]
+    if lease:
+        out.print(
+            f"  lease      {escape(lease['role'])}, term {lease['term']}; held by {escape(lease['holder'] or 'nobody')}"
+        )
+    if healing["paused"]:
+        out.print(f"  paused     by {escape(healing['paused'])}; `healer resume` ends a pause that was asked for")
+    if healing["breaker"]:
+        out.print(f"  breaker    [yellow]open: {escape(healing['breaker'])}[/yellow]; `healer breaker reset` closes it")
+    for name in ("quarantined", "probation"):
+        if healing[name]:
+            out.print(f"  {name:<10} slots {', '.join(map(str, healing[name]))}")
+    if file["rejected"]:
+        out.print(f"  policy     [yellow]the file was rejected: {escape(file['rejected'])}[/yellow]")
+        out.print(f"             the policy in force is {file['digest']}, loaded {_when(file['loaded_wall'])}")
+    spares = status["group"]["spares"]
+    if spares:
+        out.print("  spares     " + ", ".join(f"{s['number']} {escape(s['state'])}" for s in spares))
 
 
 def _slots(status: dict[str, Any]) -> Table:

@@ -145,6 +145,7 @@ def _positive(text: str) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     try:
+        sys.setswitchinterval(0.0005)  # as the daemon does
         return run_to_its_end(bench(options))
     except Interrupted as interrupted:
         print(interrupted, file=sys.stderr)

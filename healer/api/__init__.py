@@ -4,8 +4,8 @@ It runs in the supervisor's loop. Reading is open to whoever reaches the address
 policy names one (it must, off loopback), and a JSON body, which a page in a browser cannot send unasked.
 """
 
-from healer.api.app import make_app
+from healer.api.app import Daemon, make_app
 from healer.api.auth import read_token
 from healer.api.server import Server, listen
 
-__all__ = ["Server", "listen", "make_app", "read_token"]
+__all__ = ["Daemon", "Server", "listen", "make_app", "read_token"]

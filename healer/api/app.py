@@ -1,9 +1,10 @@
 """The routes: each reads the supervisor or gives it an order."""
 
 import hashlib
+import re
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.applications import Starlette
@@ -12,23 +13,62 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from elastic.errors import Infeasible
+from elastic.controller.records import GroupStatus
+from elastic.errors import ElasticError
 from healer.api.auth import Guard
 from healer.api.openapi import document
 from healer.diagnosis import Health
 from healer.incidents import summarise
-from healer.journal import Answer, Kind
-from healer.orders import ORDERS, Order, Scale
-from healer.status import unheld
-from healer.supervisor import Supervisor
+from healer.journal import Answer, Entry, Kind
+from healer.metrics import Metrics
+from healer.orders import ORDERS, Carried, Order, Scale
+from healer.status import DaemonStatus, unheld
 
 MAX_BODY_BYTES = 64 << 10
 MAX_ROWS = 1000
 LIVE_LIMIT_S = 5.0
 """A loop that has not gone round for this long is not alive."""
-MAX_KEY_CHARS = 200
+MAX_KEY_CHARS, MAX_NAME_CHARS = 200, 100
+KEY = re.compile(f"[!-~]{{1,{MAX_KEY_CHARS}}}")
 
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Records(Protocol):
+    """The part of the journal that the API reads, and where it keeps what it answered."""
+
+    def incidents(self, limit: int) -> list[Entry]: ...
+
+    def timeline(self, incident: str) -> list[Entry]: ...
+
+    def recent(self, kind: Kind, limit: int) -> list[Entry]: ...
+
+    def answered(self, request: str) -> Answer | None: ...
+
+    def answer(self, request: str, answer: Answer) -> None: ...
+
+
+class Daemon(Protocol):
+    """Who answers: the supervisor, or the standby for it. Called in its loop."""
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+    @property
+    def journal(self) -> Records: ...
+
+    @property
+    def loop_age_s(self) -> float: ...
+
+    def status(self) -> DaemonStatus: ...
+
+    def observe(self) -> GroupStatus: ...
+
+    def order(self, order: Order, *, who: str) -> Carried:
+        """Raises ElasticError with the reason; then nothing was changed."""
+        ...
+
+    def end(self, *, stop: bool, who: str) -> None: ...
 
 
 class JsonResponse(Response):
@@ -39,15 +79,19 @@ class JsonResponse(Response):
 
 
 class _Api:
-    def __init__(self, supervisor: Supervisor, token: bytes | None, monotonic: Callable[[], float]) -> None:
-        self._supervisor, self._guard = supervisor, Guard(token, monotonic)
+    def __init__(self, daemon: Callable[[], Daemon], token: bytes | None, monotonic: Callable[[], float]) -> None:
+        self._who_answers, self._guard = daemon, Guard(token, monotonic)
         self._document = document(with_token=token is not None)
+
+    @property
+    def _daemon(self) -> Daemon:
+        return self._who_answers()
 
     # --- reading --------------------------------------------------------------------------------------------------
 
     async def healthz(self, _: Request) -> Response:
         """200 while the daemon works and the group serves; 503 until it does."""
-        status = self._supervisor.status()
+        status = self._daemon.status()
         # every live rank takes part in every step: one that is known to be dead holds all of them up
         sick = any(v.health == Health.UNHEALTHY for v in status.verdicts)
         group = status.group
@@ -57,7 +101,7 @@ class _Api:
 
     async def ready_slot(self, request: Request) -> Response:
         """200 while the rank in this slot is live and nothing speaks against it."""
-        text, status = request.path_params["slot"], self._supervisor.status()
+        text, status = request.path_params["slot"], self._daemon.status()
         found = next((s for s in status.group.slots if str(s.slot) == text), None)
         if found is None:
             raise HTTPException(404, f"no slot {text[:40]!r}; there are 0 to {status.group.max_ranks - 1}")
@@ -68,14 +112,14 @@ class _Api:
 
     async def livez(self, _: Request) -> Response:
         """200 while the supervisor's loop goes round."""
-        age = self._supervisor.loop_age_s
+        age = self._daemon.loop_age_s
         return JsonResponse({"loop_age_s": age, "limit_s": LIVE_LIMIT_S}, 200 if age < LIVE_LIMIT_S else 503)
 
     async def status(self, _: Request) -> Response:
-        return JsonResponse(self._supervisor.status())
+        return JsonResponse(self._daemon.status())
 
     async def view(self, _: Request) -> Response:
-        group = self._supervisor.observe()
+        group = self._daemon.observe()
         found = {
             "epoch": group.epoch,
             "live": group.live,
@@ -88,21 +132,21 @@ class _Api:
         return JsonResponse(found)
 
     async def metrics(self, _: Request) -> Response:
-        metrics = self._supervisor.metrics
+        metrics = self._daemon.metrics
         return Response(metrics.render(), media_type=metrics.content_type)
 
     async def incidents(self, request: Request) -> Response:
-        return JsonResponse(summarise(self._supervisor.journal.incidents(_limit(request, 50))))
+        return JsonResponse(summarise(self._daemon.journal.incidents(_limit(request, 50))))
 
     async def timeline(self, request: Request) -> Response:
         incident = request.path_params["incident"]
-        entries = self._supervisor.journal.timeline(incident)
+        entries = self._daemon.journal.timeline(incident)
         if not entries:
             raise HTTPException(404, f"no incident {incident[:40]!r}; GET /incidents lists them")
         return JsonResponse({"incident": summarise(entries)[0], "entries": entries})
 
     async def decisions(self, request: Request) -> Response:
-        return JsonResponse(self._supervisor.journal.recent(Kind.DECISION, _limit(request, 50)))
+        return JsonResponse(self._daemon.journal.recent(Kind.DECISION, _limit(request, 50)))
 
     async def openapi(self, _: Request) -> Response:
         return JsonResponse(self._document)
@@ -116,11 +160,8 @@ class _Api:
             def carry_out() -> tuple[int, Any]:
                 order = _decode(body, kind)
                 try:
-                    if isinstance(order, Scale):
-                        wanted = order.ranks if order.ranks is not None else tuple(order.slots or ())
-                        return 202, {"target": self._supervisor.scale(wanted, who=_who(request))}
-                    return 202, self._supervisor.order(order, who=_who(request))
-                except Infeasible as error:
+                    return 202, self._daemon.order(order, who=_who(request))
+                except ElasticError as error:
                     return 409, {"error": str(error)}
 
             return self._once(key, path, body, carry_out)
@@ -133,14 +174,17 @@ class _Api:
         def carry_out() -> tuple[int, Any]:
             if not isinstance(_decode(body, Any), dict):
                 raise HTTPException(400, "expected a JSON object")
-            self._supervisor.end(stop=True, who=_who(request))
+            try:
+                self._daemon.end(stop=True, who=_who(request))
+            except ElasticError as error:
+                return 409, {"error": str(error)}
             return 202, {"stopping": True}
 
         return self._once(key, "/stop", body, carry_out)
 
     def _once(self, key: str, path: str, body: bytes, carry_out: Callable[[], tuple[int, Any]]) -> Response:
         """Carry an order out, unless it came before under the same key: then what was answered is answered again."""
-        journal = self._supervisor.journal
+        journal = self._daemon.journal
         digest = hashlib.blake2b(path.encode() + b"\0" + body, digest_size=16).hexdigest()
         known = journal.answered(key) if key else None
         if known is not None and known.digest != digest:
@@ -158,15 +202,15 @@ class _Api:
         self._guard.admit(request)
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "expected Content-Type: application/json")
-        key = request.headers.get("idempotency-key", "")
-        if len(key) > MAX_KEY_CHARS or not (key.isascii() and key.isprintable()):
-            raise HTTPException(400, f"Idempotency-Key: expected at most {MAX_KEY_CHARS} printable characters")
+        key = request.headers.get("idempotency-key")
+        if key is not None and not KEY.fullmatch(key):
+            raise HTTPException(400, f"Idempotency-Key: expected 1 to {MAX_KEY_CHARS} printable characters, no blanks")
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > MAX_BODY_BYTES:
                 raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-        return bytes(body), key
+        return bytes(body), key or ""
 
 
 def _decode(body: bytes, kind: Any) -> Any:
@@ -188,7 +232,11 @@ def _limit(request: Request, default: int) -> int:
 
 
 def _who(request: Request) -> str:
-    return f"operator at {request.client.host}" if request.client else "operator"
+    """Who asks, as far as it can be told: the name is the caller's own word (the header From), the address is not."""
+    name = request.headers.get("from", "")
+    if not (name.isascii() and name.isprintable() and 0 < len(name) <= MAX_NAME_CHARS):
+        name = "operator"
+    return f"{name} at {request.client.host}" if request.client else name
 
 
 async def _problem(_: Request, error: Exception) -> Response:
@@ -197,8 +245,11 @@ async def _problem(_: Request, error: Exception) -> Response:
     return JsonResponse({"error": "the daemon failed on this request; see its log"}, 500)
 
 
-def make_app(supervisor: Supervisor, token: bytes | None, monotonic: Callable[[], float] = time.monotonic) -> Starlette:
-    api = _Api(supervisor, token, monotonic)
+def make_app(
+    daemon: Callable[[], Daemon], token: bytes | None, monotonic: Callable[[], float] = time.monotonic
+) -> Starlette:
+    """`daemon`: asked at each call, since a standby may have taken over meanwhile."""
+    api = _Api(daemon, token, monotonic)
     reading: dict[str, Handler] = {
         "/healthz": api.healthz,
         "/readyz": api.healthz,
@@ -209,8 +260,6 @@ def make_app(supervisor: Supervisor, token: bytes | None, monotonic: Callable[[]
         "/metrics": api.metrics,
         "/incidents": api.incidents,
         "/incidents/{incident}": api.timeline,
-        "/history": api.incidents,
-        "/history/{incident}": api.timeline,
         "/decisions": api.decisions,
         "/openapi.json": api.openapi,
     }

@@ -80,6 +80,11 @@ def document(*, with_token: bool) -> dict[str, Any]:
     answers = [answer for _, answer, _ in READING.values()]
     kinds = [*answers, *ORDERS.values(), Carried, Stopping, Problem]
     schemas, components = msgspec.json.schema_components(kinds, ref_template=REF)
+    # what the type cannot say: exactly one of the two is given
+    components["Scale"]["oneOf"] = [
+        {"required": [key], "properties": {key: {"type": kind}}}
+        for key, kind in (("ranks", "integer"), ("slots", "array"))
+    ]
     by_kind = {id(kind): schema for kind, schema in zip(kinds, schemas, strict=True)}
     paths: dict[str, Any] = {}
     for path, (summary, answer, statuses) in READING.items():

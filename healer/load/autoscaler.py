@@ -17,11 +17,11 @@ from healer.load.decision import ScaleDecision
 from healer.load.engine import Group, ScalerState, Seen, evaluate, refused
 from healer.load.exposition import Kind, Query
 from healer.load.forecast import Forecast, Forecaster, History
-from healer.load.plan import compile_rules, query_of
+from healer.load.plan import compile_rules, query_of, router_metric
 from healer.load.readings import Known, Level, Reading, Readings
 from healer.load.scraper import Place, Scraper, SourceState
 from healer.policy.schedules import Calendar
-from healer.policy.schema import Policy, Predictive, Signal
+from healer.policy.schema import Policy, Predictive, Signal, Target
 
 QUEUED = Query("elastic_gateway_queued", "elastic_gateway_queued", Kind.GAUGE)
 """Requests that are on no rank: the ranks cannot tell of them."""
@@ -79,6 +79,10 @@ class Autoscaler:
         self.last: ScaleDecision | None = None
         self.levels: dict[str, Level] = {}
 
+    def adopt(self, policy: Policy) -> None:
+        """One that differs in anything but its load rules and schedules; windows, rates and histories go on."""
+        self._policy, self._rules = policy, compile_rules(policy)
+
     @property
     def idle(self) -> bool:
         """Whether the policy asks nothing of it: no load rules and no schedules."""
@@ -126,12 +130,14 @@ class Autoscaler:
         self.readings.forget({slot.slot for slot in live})
         if not live:
             return
+        target = self._policy.spec.target
+        max_seqs = target.max_seqs if isinstance(target, Target) else 1
         for name, signal in self._policy.spec.load.signals.items():
             if signal.source != "gateway" or signal.metric not in BY_RANK:
                 continue
             tell = BY_RANK[signal.metric]
             values = {
-                slot.slot: tell(slot, self._policy.spec.target.max_seqs)
+                slot.slot: tell(slot, max_seqs)
                 for slot in live
                 if slot.last_beat_age_s is not None and slot.last_beat_age_s <= signal.stale_after_s
             }
@@ -175,7 +181,8 @@ class Autoscaler:
     def _places(self) -> dict[Place, tuple[Query, ...]]:
         """By endpoint, what is to be read there."""
         wanted: dict[Place, tuple[Query, ...]] = {}
-        gateway = self._address()
+        gateway, router = self._address(), not isinstance(self._policy.spec.target, Target)
+        queued = Query(QUEUED.signal, router_metric(QUEUED.metric), Kind.GAUGE) if router else QUEUED
         for name, signal in self._policy.spec.load.signals.items():
             if signal.source == "prometheus":
                 place = Place(signal.url)
@@ -183,7 +190,8 @@ class Autoscaler:
                 place = Place(f"{gateway}/metrics")
             else:
                 continue
-            query = QUEUED if signal.source == "gateway" and signal.metric == "waiting" else query_of(name, signal)
+            waits = signal.source == "gateway" and signal.metric == "waiting"
+            query = queued if waits else query_of(name, signal, router=router)
             if query is not None and query not in wanted.get(place, ()):
                 wanted[place] = (*wanted.get(place, ()), query)
         return wanted

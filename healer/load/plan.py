@@ -24,6 +24,14 @@ GATEWAY_QUERIES: Mapping[str, tuple[str, Kind]] = {
 }
 """Where the embedded gateway shows a metric. `waiting`, `running` and `kvUse` come with the ranks' beats instead."""
 
+
+def router_metric(metric: str) -> str:
+    """What the router before vLLM calls a metric of the gateway."""
+    return metric.replace("elastic_gateway_queue_", "elastic_gateway_hold_").replace(
+        "elastic_gateway_", "healer_router_"
+    )
+
+
 _KINDS = {"value": Kind.GAUGE, "rate": Kind.RATE, "quantile": Kind.QUANTILE}
 
 
@@ -62,12 +70,14 @@ def is_extensive(signal: Signal) -> bool:
     return signal.aggregate == "sum" and not intensive
 
 
-def query_of(name: str, signal: Signal) -> Query | None:
-    """How the signal is read from its endpoint; None where the embedded ranks tell it themselves."""
+def query_of(name: str, signal: Signal, *, router: bool = False) -> Query | None:
+    """How the signal is read from its endpoint, which is vLLM's router or else the gateway; None where the ranks tell it
+    themselves."""
     if signal.source == "gateway":
         if signal.metric not in GATEWAY_QUERIES:
             return None
         metric, kind = GATEWAY_QUERIES[signal.metric]
+        metric = router_metric(metric) if router else metric
         return Query(name, metric, kind, q=signal.quantile, window_s=signal.window_s)
     return Query(
         name,

@@ -6,7 +6,7 @@ import msgspec
 
 from healer.policy.reasons import Reason
 from healer.policy.records import State
-from healer.policy.schema import Policy
+from healer.policy.schema import Policy, VllmTarget
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -68,6 +68,8 @@ def wanted(policy: Policy, state: State, slots: Collection[int]) -> Block | None
 def gpus_used(policy: Policy, slots: Collection[int]) -> int:
     """GPUs of these slots and of the spares; 0 for a group without GPUs. Several slots may share a GPU."""
     target = policy.spec.target
+    if isinstance(target, VllmTarget):
+        return len({gpu for slot in slots for gpu in target.gpus_of(slot)})
     if target.ep_backend != "nixl-ep":
         return 0
     if not target.gpus:

@@ -28,12 +28,14 @@ def check(
     """
     from elastic.config import read_model_shape
     from healer.policy.load import PolicyError, check_policy
+    from healer.policy.schema import Target
 
     try:
         policy, warnings = check_policy(file)
-        local = Path(policy.spec.target.checkpoint).is_dir()
-        if local:
-            policy.group().validate(read_model_shape(policy.spec.target.checkpoint))
+        target = policy.spec.target
+        local = isinstance(target, Target) and Path(target.checkpoint).is_dir()
+        if isinstance(target, Target) and local:
+            policy.group().validate(read_model_shape(target.checkpoint))
     except ElasticError as error:
         if not as_json:
             raise
@@ -47,7 +49,8 @@ def check(
     else:
         for warning in warnings:
             typer.echo(f"warning: {warning}", err=True)
-        note = "" if local else " (its checkpoint is not on this machine: sizes were not checked against the model)"
+        absent = isinstance(target, Target) and not local
+        note = " (its checkpoint is not on this machine: sizes were not checked against the model)" if absent else ""
         typer.echo(f"{file}: policy {policy.metadata.name} is valid{note}")
     if failed:
         if not as_json:

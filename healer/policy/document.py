@@ -45,6 +45,8 @@ class Document:
             raise PolicyError([f"{name}:{line}:{column}: not valid YAML: {what}"]) from None
         except (YAMLError, ValueError, RecursionError) as error:
             raise PolicyError([f"{name}:1:1: not valid YAML: {' '.join(str(error).split())}"]) from None
+        except TypeError:  # ruamel.yaml hashes the key
+            raise PolicyError([f"{name}:1:1: not valid YAML: a key is a list or a mapping, expected a word"]) from None
         if not isinstance(root, CommentedMap):
             raise PolicyError([f"{name}:1:1: is {kind_of(root)}, expected a mapping with apiVersion: healer/v1"])
         self.data = self._plain(root, ())

@@ -15,7 +15,7 @@ from healer.policy.memory import Memory
 from healer.policy.reasons import Reason
 from healer.policy.records import State
 from healer.policy.schedules import spell
-from healer.policy.schema import Policy, SizeBounds
+from healer.policy.schema import Policy
 
 FAILURES_WINDOW_S = 3600.0
 """Over which the failures of a slot are counted for conditions where no fault budget is set."""
@@ -150,9 +150,7 @@ class _Window(msgspec.Struct, frozen=True):
     cron: str
     timezone: str
     for_s: float | None
-    name: str = ""
-    until: str | None = None
-    bounds: SizeBounds = SizeBounds()
+    until: None = None
 
 
 @lru_cache(maxsize=256)

@@ -5,7 +5,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from healer.diagnosis import Cause
-from healer.policy.schema import KeyPath, Match, Policy, Rule, Span, Threshold, show_duration
+from healer.policy.schema import KeyPath, Match, Policy, Rule, Span, Target, Threshold, show_duration
 from healer.policy.schema.healing import CAUSES
 
 CONDEMNED = tuple(
@@ -99,6 +99,12 @@ def _sizes(policy: Policy) -> Iterator[Doubt]:
         yield Doubt(
             (*place, "divisibility"), f"does not divide minRanks {bounds.min_ranks}: the least size is above it"
         )
+    if policy.spec.dry_run and policy.spec.pause:
+        yield Doubt(
+            ("spec", "pause"), "stands beside dryRun: a paused daemon decides nothing, so there is nothing to see"
+        )
+    if not isinstance(target, Target):
+        return
     if target.ranks * target.slots_per_rank - target.slots_per_rank < target.redundant_experts:
         text = f"{target.redundant_experts} are more than all ranks but one have slots for"
         yield Doubt(("spec", "target", "redundantExperts"), text)
@@ -106,14 +112,11 @@ def _sizes(policy: Policy) -> Iterator[Doubt]:
         yield Doubt(
             ("spec", "target", "spares"), f"{target.spares} are more than maxRanks {target.max_ranks} could need"
         )
-    if policy.spec.dry_run and policy.spec.pause:
-        yield Doubt(
-            ("spec", "pause"), "stands beside dryRun: a paused daemon decides nothing, so there is nothing to see"
-        )
 
 
 def _timing(policy: Policy) -> Iterator[Doubt]:
-    timeout = policy.spec.target.ep_timeout_s
+    target = policy.spec.target
+    timeout = target.ep_timeout_s if isinstance(target, Target) else LEAST_EP_TIMEOUT_S
     if timeout < LEAST_EP_TIMEOUT_S:
         text = (
             f"{show_duration(timeout)} may mask ranks that pause honestly, expected {show_duration(LEAST_EP_TIMEOUT_S)}"

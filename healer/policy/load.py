@@ -15,7 +15,7 @@ from healer.policy.document import Document, PolicyError
 from healer.policy.lint import warnings
 from healer.policy.messages import explain
 from healer.policy.relations import contradictions
-from healer.policy.schema import KeyPath, Policy
+from healer.policy.schema import KeyPath, Policy, Target
 
 __all__ = ["MAX_BYTES", "Checked", "PolicyError", "check_policy", "check_text", "load_policy", "parse_policy"]
 
@@ -105,6 +105,9 @@ _STAND_IN: dict[str, Any] = {
         }
     },
 }
+_VLLM_STAND_IN: dict[str, Any] = _STAND_IN | {
+    "spec": {"target": {"kind": "vllm", "runDir": "x", "ranks": 2, "maxRanks": 2, "model": "x"}}
+}
 """What a policy must hold, so that the rest can be checked although some of it is wrong."""
 
 
@@ -115,8 +118,11 @@ def _rest(data: dict[str, Any], wrong: set[KeyPath], context: dict[str, str]) ->
     copy: Any = data
     for path in wrong:
         copy = _without(copy, path)
+    spec = copy.get("spec") if isinstance(copy, dict) else None
+    target = spec.get("target") if isinstance(spec, dict) else None
+    is_vllm = isinstance(target, dict) and target.get("kind") == "vllm"
     try:
-        policy = Policy.model_validate(_filled(copy, _STAND_IN), context=context)
+        policy = Policy.model_validate(_filled(copy, _VLLM_STAND_IN if is_vllm else _STAND_IN), context=context)
     except ValidationError:  # a relative of what is told already
         return
     for one in contradictions(policy):
@@ -129,6 +135,8 @@ def _against_model(policy: Policy) -> Iterator[tuple[KeyPath, str]]:
     """What the model of the checkpoint contradicts. A checkpoint that is not on this machine contradicts nothing: a policy
     may be checked elsewhere than it runs."""
     target = policy.spec.target
+    if not isinstance(target, Target):
+        return  # `healer vllm check` does that
     if not Path(target.checkpoint, "config.json").exists():
         return
     try:

@@ -219,6 +219,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True, tag="memory"):
     quarantined: dict[int, Quarantine] = {}
     returning: frozenset[int] = frozenset()
     """Slots to be filled again, since their quarantine has ended."""
+    released: dict[int, float] = {}
+    """By slot, when its last quarantine ended by itself; an operator who ends one has looked."""
     destructive: tuple[float, ...] = ()
     """When destructive steps were begun, oldest first, since the last reset of the breaker."""
     breaker_open_since: float | None = None
@@ -282,7 +284,7 @@ def remember(memory: Memory, note: Note) -> Memory:
             if held is None:
                 return memory
             return change(memory, quarantined=memory.quarantined | {slot: change(held, removed=True)})
-        case QuarantineOver(slot, _, _):
+        case QuarantineOver(slot, who, at):
             held = memory.quarantined.get(slot)
             back = {slot} if held and held.removed else set()
             return change(
@@ -290,6 +292,7 @@ def remember(memory: Memory, note: Note) -> Memory:
                 quarantined=_less(memory.quarantined, slot),
                 faults=_less(memory.faults, slot),
                 returning=memory.returning | back,
+                released=_less(memory.released, slot) if who else memory.released | {slot: at},
             )
         case Returned(slot, _):
             return change(memory, returning=memory.returning - {slot})
@@ -330,6 +333,7 @@ def moved(note: Note, by_s: float) -> Note:
         quarantined={
             slot: change(one, since=one.since + by_s, until=one.until + by_s) for slot, one in note.quarantined.items()
         },
+        released={slot: at + by_s for slot, at in note.released.items()},
         destructive=tuple(at + by_s for at in note.destructive),
         breaker_open_since=None if note.breaker_open_since is None else note.breaker_open_since + by_s,
         telemetry_back_at=None if note.telemetry_back_at is None else note.telemetry_back_at + by_s,

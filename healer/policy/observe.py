@@ -18,6 +18,7 @@ from healer.policy.memory import (
     TelemetryLost,
     remember,
 )
+from healer.policy.probation import on_hold
 from healer.policy.records import State
 from healer.policy.rules import RuleBook, book_of
 from healer.policy.schema import Policy
@@ -111,3 +112,11 @@ def _quarantines(policy: Policy, memory: Memory, now: float) -> Iterator[Note]:
         if slot not in memory.quarantined and count >= budget.failures:
             why = f"{count} failures within {budget.window_s:g} s"
             yield Quarantined(slot, now + budget.quarantine_s, why, now)
+        elif slot not in memory.quarantined and _failed_again(policy, memory, slot):
+            yield Quarantined(slot, now + budget.quarantine_s, "it failed soon after its last quarantine", now)
+
+
+def _failed_again(policy: Policy, memory: Memory, slot: int) -> bool:
+    """Its newest fault came while it was held down."""
+    times = memory.faults.get(slot, ())
+    return bool(times) and on_hold(policy, memory, slot, times[-1])

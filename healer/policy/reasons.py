@@ -84,6 +84,7 @@ class Reason(_Documented):
     MAINTENANCE = "maintenance", "A window of `bounds.maintenance` is open."
 
     OPERATOR = "operator", "Asked through the API."
+    LOAD = "load", "A load rule or a schedule asks for another size."
     EXECUTOR = "executor", "The executor itself gave a rank up and is replacing it."
     REFUSED = "refused", "A request that cannot be met."
     HEALING_FIRST = "healing-first", "A change of size waits, since a rank is being healed."

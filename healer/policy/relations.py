@@ -3,15 +3,19 @@
 Each function is about one part of the policy. Load rules have a module of their own, `load_relations`.
 """
 
+import math
 from collections.abc import Iterator
 from itertools import chain
 
 from elastic.config import MAX_RUN_DIR
+from healer.policy.bounds import gpus_used
 from healer.policy.conflict import Contradiction, repeated
+from healer.policy.daemon_relations import daemon_relations
 from healer.policy.expressions import HEALING_VARIABLES, ExpressionError, check
 from healer.policy.load_relations import load_relations
-from healer.policy.schema import LOOPBACK, Hook, KeyPath, Policy, Rule, is_url, show_duration
+from healer.policy.schema import LOOPBACK, Hook, KeyPath, Policy, Rule, Target, is_url, show_duration
 from healer.policy.time_relations import time_relations
+from healer.policy.vllm_relations import vllm_relations
 
 LEAST_NVML_DEADLINE_S = 0.2
 """Honest NVML calls were seen to stall for 101 ms on an H200."""
@@ -33,6 +37,8 @@ def contradictions(policy: Policy) -> Iterator[Contradiction]:
         _hooks(policy),
         load_relations(policy),
         time_relations(policy),
+        daemon_relations(policy),
+        vllm_relations(policy),
     )
 
 
@@ -54,9 +60,8 @@ def _sizes(policy: Policy) -> Iterator[Contradiction]:
             yield bound("maxRanks", bounds.max_ranks, text, most)
         if bounds.max_ranks < target.ranks:
             yield bound("maxRanks", bounds.max_ranks, f"is below target.ranks, expected at least {target.ranks}")
-    # ranks may share a GPU, but only where the policy says which
-    gpus = len(set(target.gpus[: target.ranks])) if target.gpus else target.ranks
-    if bounds.max_gpus is not None and target.ep_backend == "nixl-ep" and bounds.max_gpus < gpus:
+    gpus = gpus_used(policy, range(target.ranks))
+    if bounds.max_gpus is not None and bounds.max_gpus < gpus:
         text = f"is below the {gpus} GPUs that target.ranks take at start, expected at least that"
         yield bound("maxGpus", bounds.max_gpus, text)
     if bounds.divisibility > 1 and target.ranks % bounds.divisibility:
@@ -76,6 +81,14 @@ def _sizes(policy: Policy) -> Iterator[Contradiction]:
 
 def _group(policy: Policy) -> Iterator[Contradiction]:
     target = policy.spec.target
+    for index, entry in enumerate(target.slot_labels):
+        for number, span in enumerate(entry.slots):
+            if span.last >= target.max_ranks:
+                text = f"{span} is not below maxRanks, expected slots from 0 to {target.max_ranks - 1}"
+                where = ("spec", "target", "slotLabels", index, "slots", number)
+                yield Contradiction(where, ("spec", "target", "maxRanks"), text)
+    if not isinstance(target, Target):
+        return
     if len(target.run_dir) > MAX_RUN_DIR:
         text = f"has {len(target.run_dir)} characters, expected at most {MAX_RUN_DIR} (Unix sockets lie below it)"
         yield Contradiction(("spec", "target", "runDir"), (), f"{target.run_dir} {text}")
@@ -90,17 +103,13 @@ def _group(policy: Policy) -> Iterator[Contradiction]:
     if target.spare_gpus and not target.spares:
         text = "is for spares, of which there are none; expected target.spares above 0"
         yield Contradiction(("spec", "target", "spareGpus"), ("spec", "target", "spares"), text)
-    for index, entry in enumerate(target.slot_labels):
-        for number, span in enumerate(entry.slots):
-            if span.last >= target.max_ranks:
-                text = f"{span} is not below maxRanks, expected slots from 0 to {target.max_ranks - 1}"
-                where = ("spec", "target", "slotLabels", index, "slots", number)
-                yield Contradiction(where, ("spec", "target", "maxRanks"), text)
 
 
 def _timing(policy: Policy) -> Iterator[Contradiction]:
     spec = policy.spec
-    detection, ep = spec.detection, spec.target.ep_timeout_s
+    detection = spec.detection
+    # vLLM's own timeout of an exchange is NIXL's, which nothing sets; its commits are not the executor's
+    ep = spec.target.ep_timeout_s if isinstance(spec.target, Target) else math.inf
     stall, silent, commit = detection.stall_after_s, detection.silent_after_s, spec.healing.deadlines.commit_s
     stall_path: KeyPath = ("spec", "detection", "stallAfter")
     least = 5 * detection.heartbeat_interval_s

@@ -35,7 +35,7 @@ class HeartbeatSensor:
     def __init__(self, clock: Clock, *, stall_after_s: float, silent_after_s: float) -> None:
         self._clock, self._tally = clock, Tally(clock)
         self._state = SensorState.OFF
-        self._thresholds = (stall_after_s, silent_after_s)
+        self.thresholds = (stall_after_s, silent_after_s)
         self._scribe = Scribe(self.name, clock)
         self._tracks: dict[RankRef, _Track] = {}
         self._by_slot: dict[int, RankRef] = {}
@@ -111,7 +111,7 @@ class HeartbeatSensor:
 
     def _silence(self, rank: RankRef, track: _Track, now: float) -> list[Evidence]:
         age = now - track.last_at
-        passed = sum(age >= threshold for threshold in self._thresholds)
+        passed = sum(age >= threshold for threshold in self.thresholds)
         if passed <= track.silence_said:
             return []
         track.silence_said = passed
@@ -123,7 +123,7 @@ class HeartbeatSensor:
         if not track.silence_said:
             for slot, since in track.waits.items():
                 peer = self._by_slot.get(slot)
-                if peer is None or peer in track.accused or now - since < self._thresholds[0]:
+                if peer is None or peer in track.accused or now - since < self.thresholds[0]:
                     continue
                 track.accused.add(peer)
                 found.append(
@@ -133,7 +133,7 @@ class HeartbeatSensor:
 
     def _stuck(self, rank: RankRef, track: _Track, now: float) -> list[Evidence]:
         age = now - track.round_since
-        if track.stuck_said or track.silence_said or age < self._thresholds[1]:
+        if track.stuck_said or track.silence_said or age < self.thresholds[1]:
             return []
         if not any(rank in other.accused for peer, other in self._tracks.items() if peer != rank):
             return []  # nobody misses its progress: an idle group, or a rank parked with all others

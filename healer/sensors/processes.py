@@ -81,7 +81,8 @@ class ProcessSensor:
         return self._tally.status(self.name, self._state, self._why)
 
     def watch(self, members: Collection[Member]) -> None:
-        self._members = {ref(m): m for m in members}
+        # a rank on another machine has no process here
+        self._members = {ref(m): m for m in members if m.pid}
         for known in (self._said, self._uninterruptible, self._growth, self._captured_at):
             for rank in known.keys() - self._members.keys():
                 del known[rank]

@@ -43,7 +43,7 @@ class StragglerSensor:
     name = "stragglers"
 
     def __init__(self, clock: Clock, config: StragglerConfig | None = None) -> None:
-        self._clock, self._config = clock, config or StragglerConfig()
+        self._clock, self.config = clock, config or StragglerConfig()
         self._scribe, self._tally = Scribe(self.name, clock), Tally(clock)
         self._state, self._wake = SensorState.STARTING, no_wake
         self._by_slot: dict[int, RankRef] = {}
@@ -81,11 +81,11 @@ class StragglerSensor:
 
     def tick(self) -> list[Evidence]:
         now = self._clock.monotonic()
-        if now - self._began < self._config.window_s:
+        if now - self._began < self.config.window_s:
             return []
         window = self._window
         self._begin()
-        return self._judge(shares(window.beats, window.waits, self._config.least_beats))
+        return self._judge(shares(window.beats, window.waits, self.config.least_beats))
 
     def status(self) -> SensorStatus:
         return self._tally.status(self.name, self._state)
@@ -96,8 +96,8 @@ class StragglerSensor:
     def _judge(self, share: dict[RankRef, float]) -> list[Evidence]:
         found: list[Evidence] = []
         for rank, (own, ratio) in ratios(share).items():
-            over = own >= self._config.least_share and ratio >= self._config.ratio
-            row = self._over.setdefault(rank, deque(maxlen=self._config.windows))
+            over = own >= self.config.least_share and ratio >= self.config.ratio
+            row = self._over.setdefault(rank, deque(maxlen=self.config.windows))
             row.append(over)
             if len(row) == row.maxlen and all(row):
                 # said again in each window, since it ages

@@ -3,7 +3,7 @@
 The records are the executor's (`elastic.controller.records`): members by slot and incarnation, a target of slots, sequences.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from elastic.controller.records import Event, GroupStatus
@@ -32,6 +32,11 @@ class Target(Protocol):
 
     def scale(self, target: int | Iterable[int], *, reason: str) -> tuple[int, ...]:
         """Set the target and return its slots. Raises Infeasible, with nothing changed."""
+        ...
+
+    def probation(self, slots: Collection[int]) -> None:
+        """All slots in which a rank that starts from now on must prove its device before it serves. A target that cannot do
+        this does nothing."""
         ...
 
     async def close(self) -> None:

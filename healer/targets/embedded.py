@@ -1,10 +1,11 @@
 """The embedded target: a group of the elastic executor, driven in this process; its ranks are processes of their own."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
-from elastic.config import GroupConfig
+from elastic.config import GroupConfig, write_suspects
 from elastic.controller.executor import Executor
 from elastic.controller.records import Event, GroupStatus
+from healer.authority import Authority
 
 
 class EmbeddedTarget:
@@ -17,10 +18,14 @@ class EmbeddedTarget:
         executor: type[Executor] = Executor,
         *,
         observe_only: bool = False,
+        authority: Authority | None = None,
     ) -> None:
-        """With `observe_only` (a dry run) a group that runs is adopted as it is."""
+        """With `observe_only` (a dry run) a group that runs is adopted as it is. `authority`: under which the ranks are
+        commanded."""
         self._observe_only = observe_only
-        self._executor = executor(config, on_event)
+        self._config = config
+        authority = authority or Authority()
+        self._executor = executor(config, on_event, term=authority.term, armed=authority.armed)
 
     async def start(self) -> str:
         return await self._executor.start(observe_only=self._observe_only)
@@ -36,6 +41,9 @@ class EmbeddedTarget:
 
     def scale(self, target: int | Iterable[int], *, reason: str) -> tuple[int, ...]:
         return self._executor.scale(target, reason=reason)
+
+    def probation(self, slots: Collection[int]) -> None:
+        write_suspects(self._config.root, slots)
 
     async def close(self) -> None:
         await self._executor.close()

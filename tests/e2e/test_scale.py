@@ -56,7 +56,7 @@ async def test_growing_and_shrinking_under_traffic_fails_no_request_and_changes_
     ("body", "status", "reason"),
     [
         ({"ranks": 1}, 409, "1 ranks x 8 slots hold fewer than 16 experts"),
-        ({"ranks": 0}, 409, "0 is below spec.bounds.minRanks 1"),
+        ({"ranks": 0}, 400, "Expected `int` >= 1"),
         ({"ranks": 7}, 409, "outside 1..6"),
         ({"slots": [0, 9]}, 409, "slots [9] are outside 0..5"),
         ({"ranks": "four"}, 400, "ranks"),

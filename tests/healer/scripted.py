@@ -5,9 +5,11 @@ Each rank is a `sleep`; it "beats" while the kernel says that it runs, so that S
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Coroutine, Iterable
 
 from elastic import process
@@ -33,8 +35,15 @@ from healer.clock import Clock, SystemClock
 
 
 class ScriptedExecutor:
-    def __init__(self, config: GroupConfig, on_event: Callable[[Event], None]) -> None:
-        self.config, self.on_event = config, on_event
+    def __init__(
+        self,
+        config: GroupConfig,
+        on_event: Callable[[Event], None],
+        *,
+        term: int = 0,
+        armed: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.config, self.on_event, self.term, self.armed = config, on_event, term, armed
         self.clock: Clock = SystemClock()
         self.calls: list[tuple[str, tuple[int, ...], str]] = []
         self.fails_to_boot: dict[int, int] = {}
@@ -91,7 +100,7 @@ class ScriptedExecutor:
 
     def lose(self, slots: Iterable[int], *, cause: str, detected: float, replace: bool = True) -> None:
         slots = tuple(slots)
-        self.calls.append(("replace" if replace else "scale-down", slots, cause))
+        self._called("replace" if replace else "scale-down", slots, cause)
         self._lost |= set(slots)
         if not replace:
             self._target = tuple(s for s in self._target if s not in slots)
@@ -101,7 +110,7 @@ class ScriptedExecutor:
 
     def scale(self, target: int | Iterable[int], *, reason: str) -> tuple[int, ...]:
         slots = tuple(range(target)) if isinstance(target, int) else tuple(target)
-        self.calls.append(("scale", slots, reason))
+        self._called("scale", slots, reason)
         if not 1 <= len(slots) <= self.config.max_ranks:
             raise Infeasible(f"{len(slots)} ranks are outside 1..{self.config.max_ranks}")
         self._target = slots
@@ -133,6 +142,13 @@ class ScriptedExecutor:
         for fd in self._pidfds.values():
             os.close(fd)
         self._pidfds.clear()
+
+    def _called(self, name: str, slots: tuple[int, ...], why: str) -> None:
+        self.calls.append((name, slots, why))
+        act = {"at": time.monotonic(), "term": self.term, "pid": os.getpid(), "act": name, "slots": slots}
+        if self.config.root.is_dir():
+            with (self.config.root / "acts.jsonl").open("a") as file:
+                file.write(json.dumps(act) + "\n")
 
     # --- the script ---------------------------------------------------------------------------------------------------
 

@@ -81,9 +81,9 @@ class Daemon:
         return int(self.get("/status").json()["group"]["slots"][slot]["member"]["pid"])
 
     def kill_and_heal(self, slot: int) -> None:
-        known = len(self.get("/history").json())
+        known = len(self.get("/incidents").json())
         os.kill(self.pid(slot), signal.SIGKILL)
-        wait(lambda: len(self.get("/history").json()) == known + 1 and self.is_ok(), "healed")
+        wait(lambda: len(self.get("/incidents").json()) == known + 1 and self.is_ok(), "healed")
 
     def log(self) -> str:
         return (self.folder / "log").read_text()
@@ -130,9 +130,9 @@ def test_health_and_liveness_are_told_by_status_code(daemon: Daemon) -> None:
 
 def test_a_killed_rank_shows_in_history_decisions_status_and_metrics(daemon: Daemon) -> None:
     daemon.kill_and_heal(1)
-    newest = daemon.get("/history").json()[-1]
+    newest = daemon.get("/incidents").json()[-1]
     assert (newest["causes"], newest["slots"], newest["outcome"]) == (["process-death"], [1], "healed")
-    timeline = daemon.get(f"/history/{newest['id']}").json()
+    timeline = daemon.get(f"/incidents/{newest['id']}").json()
     assert {"evidence", "verdict", "decision", "action", "outcome"} <= {e["kind"] for e in timeline["entries"]}
     decisions = [d["body"]["sentence"] for d in daemon.get("/decisions?limit=20").json()]
     assert any(s.startswith("replaces slot 1") for s in decisions)
@@ -159,14 +159,14 @@ def test_a_killed_rank_shows_in_history_decisions_status_and_metrics(daemon: Dae
 
 
 def test_a_daemon_that_was_stopped_for_longer_than_the_stall_time_condemns_nobody(daemon: Daemon) -> None:
-    before = len(daemon.get("/history").json())
+    before = len(daemon.get("/incidents").json())
     assert daemon.process is not None
     daemon.process.send_signal(signal.SIGSTOP)
     time.sleep(1.0)
     daemon.process.send_signal(signal.SIGCONT)
     wait(lambda: 'what="telemetry-lost"' in daemon.get("/metrics").text, "it notices that it was late")
     wait(daemon.is_ok, "healthy again")
-    assert len(daemon.get("/history").json()) == before
+    assert len(daemon.get("/incidents").json()) == before
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_malformed_requests_get_clear_answers(daemon: Daemon) -> None:
     assert daemon.post("/scale", content=b" " * 100_000, headers=as_json).status_code == 413
     assert daemon.get("/scale").status_code == 405
     assert daemon.get("/nothing").status_code == 404
-    assert daemon.get("/history/inc-999").status_code == 404
+    assert daemon.get("/incidents/inc-999").status_code == 404
     for limit in ("0", "-1", "x", "1" * 30):
         answer = daemon.get(f"/decisions?limit={limit}")
         assert (answer.status_code, "expected 1 to" in answer.json()["error"]) == (400, True)

@@ -1,3 +1,5 @@
+import contextlib
+import json
 import os
 import sqlite3
 import subprocess
@@ -7,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from elastic.errors import ElasticError
-from healer.journal import Answer, Journal, Kind, open_readonly, recent, timeline
+from healer import journal as seam
+from healer.incidents import summarise
+from healer.journal import Answer, Journal, Kind, exported, open_readonly, recent, timeline
 from healer.retention import Retention
 from tests.healer.support import FakeClock
 
@@ -261,3 +265,65 @@ def test_a_slow_disk_does_not_hold_up_a_flush(path: Path) -> None:
     assert flushed < hardened
     assert hardened - flushed >= 1.0, "the disk was as slow as meant"
     assert flushed < 1.0, "no flush waited for it"
+
+
+def test_verdicts_and_evidence_of_the_first_version_are_told_as_todays(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as old:
+        old.executescript(f"{seam._SCHEMA} PRAGMA user_version=1;")
+        rank = {"slot": 1, "incarnation": 2}
+        bodies = (
+            ("evidence", {"subject": rank, "what": "pidfd-fired", "source": "processes", "value": 0, "reporter": None}),
+            ("verdict", {"verdict": {"rank": rank, "health": "unhealthy", "cause": "process-death"}, "entries": [1]}),
+            ("evidence", {"subject": rank | {"kind": "rank"}, "what": "silence"}),
+        )
+        for kind, body in bodies:
+            row = (1.0, 1.0, kind, "inc-1", json.dumps(body))
+            old.execute("INSERT INTO entries (wall, monotonic, kind, incident, body) VALUES (?, ?, ?, ?, ?)", row)
+        old.commit()
+    journal = Journal.open(path, FakeClock())
+    seen, verdict, new = journal.timeline("inc-1")
+    assert seen.body["subject"] == {"kind": "rank", "slot": 1, "incarnation": 2}
+    assert verdict.body["verdict"]["subject"] == {"kind": "rank", "slot": 1, "incarnation": 2}
+    assert "rank" not in verdict.body["verdict"]
+    assert new.body == bodies[2][1]
+    (told,) = summarise([seen, verdict])
+    assert (told.causes, told.slots) == (("process-death",), (1,))
+    journal.close()
+
+
+def test_an_export_has_every_entry_in_order_and_one_incident_alone(path: Path) -> None:
+    journal = Journal.open(path, FakeClock())
+    for n in range(3):
+        journal.add(Kind.EVIDENCE, {"n": n}, "inc-1" if n else "")
+    journal.flush()
+    with contextlib.closing(open_readonly(path)) as reader:
+        assert [e.body["n"] for e in exported(reader)] == [0, 1, 2]
+        assert [e.body["n"] for e in exported(reader, "inc-1")] == [1, 2]
+        assert list(exported(reader, "inc-9")) == []
+    journal.close()
+
+
+def test_a_daemon_that_lost_its_lease_writes_nothing_more(path: Path) -> None:
+    former, present = Journal.open(path, FakeClock()), Journal.open(path, FakeClock())
+    former.may_write = lambda: False
+    former.add(Kind.ACTION, {"by": "former"})
+    assert not former.flush()
+    assert former.error
+    present.add(Kind.ACTION, {"by": "present"})
+    assert present.flush()
+    former.close()
+    assert [e.body["by"] for e in present.recent(Kind.ACTION, 10)] == ["present"]
+    present.close()
+
+
+def test_entries_of_a_former_daemon_in_the_last_moment_do_not_stop_the_present_one(path: Path) -> None:
+    former, present = Journal.open(path, FakeClock()), Journal.open(path, FakeClock())
+    former.add(Kind.ACTION, {"by": "former"})
+    assert former.flush()
+    present.add(Kind.ACTION, {"by": "present"})
+    present.flush()
+    present.add(Kind.ACTION, {"by": "present again"})
+    assert present.flush()
+    assert [e.body["by"] for e in present.recent(Kind.ACTION, 10)] == ["present again", "present", "former"]
+    former.close()
+    present.close()

@@ -15,7 +15,7 @@ from healer.journal import Journal
 from healer.notify import About, Notice, Notifier, Outbox, Receiver
 
 
-class _Hook(ThreadingHTTPServer):
+class Hook(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.codes: list[int] = []
@@ -28,7 +28,7 @@ class _Hook(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Hook
+    server: Hook
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -44,8 +44,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hook() -> Iterator[_Hook]:
-    server = _Hook()
+def hook() -> Iterator[Hook]:
+    server = Hook()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -97,9 +97,7 @@ async def until(condition: Callable[[], bool]) -> None:
     await eventually(probe, "the letters are where they should be", 20)
 
 
-async def test_the_on_call_engineer_hears_of_an_incident_in_each_format(
-    hook: _Hook, path: Path, tmp_path: Path
-) -> None:
+async def test_the_on_call_engineer_hears_of_an_incident_in_each_format(hook: Hook, path: Path, tmp_path: Path) -> None:
     (tmp_path / "headers").write_text("X-Token: t0ken\n")
     (tmp_path / "url").write_text(hook.url + "\n")
     receivers = (
@@ -124,7 +122,7 @@ async def test_the_on_call_engineer_hears_of_an_incident_in_each_format(
     assert any(headers.get("X-Token") == "t0ken" for _, headers in hook.got)
 
 
-async def test_a_receiver_that_fails_is_tried_again_and_gets_its_letters_in_order(hook: _Hook, path: Path) -> None:
+async def test_a_receiver_that_fails_is_tried_again_and_gets_its_letters_in_order(hook: Hook, path: Path) -> None:
     hook.codes += [503, 500]
     results: list[tuple[str, str]] = []
     async with running(path, Receiver(name="a", url=hook.url), results=results) as notifier:
@@ -135,7 +133,7 @@ async def test_a_receiver_that_fails_is_tried_again_and_gets_its_letters_in_orde
     assert results == [("a", "retried"), ("a", "retried"), ("a", "sent"), ("a", "sent")]
 
 
-async def test_a_receiver_that_never_answers_leaves_dead_letters_and_holds_up_no_other(hook: _Hook, path: Path) -> None:
+async def test_a_receiver_that_never_answers_leaves_dead_letters_and_holds_up_no_other(hook: Hook, path: Path) -> None:
     results: list[tuple[str, str]] = []
     gone = Receiver(name="gone", url="http://127.0.0.1:9/secret-path", attempts=3, deadline_s=1)
     async with running(path, gone, Receiver(name="good", url=hook.url), results=results) as notifier:
@@ -149,7 +147,7 @@ async def test_a_receiver_that_never_answers_leaves_dead_letters_and_holds_up_no
     assert "secret" not in dead.error
 
 
-async def test_a_daemon_that_dies_before_sending_sends_after_its_restart(hook: _Hook, path: Path) -> None:
+async def test_a_daemon_that_dies_before_sending_sends_after_its_restart(hook: Hook, path: Path) -> None:
     before = Notifier((Receiver(name="a", url=hook.url),), path)
     before.tell(notice(sentence="said by the one that died"))
     results: list[tuple[str, str]] = []
@@ -158,7 +156,7 @@ async def test_a_daemon_that_dies_before_sending_sends_after_its_restart(hook: _
     assert hook.got[0][0]["sentence"] == "said by the one that died"
 
 
-async def test_letters_to_a_receiver_that_left_the_policy_do_not_wait_for_ever(hook: _Hook, path: Path) -> None:
+async def test_letters_to_a_receiver_that_left_the_policy_do_not_wait_for_ever(hook: Hook, path: Path) -> None:
     Notifier((Receiver(name="old", url=hook.url),), path).tell(notice())
     outbox = Outbox(path)
     async with running(path, Receiver(name="new", url=hook.url), results=[]):

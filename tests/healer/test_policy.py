@@ -56,7 +56,7 @@ def test_an_unknown_key_is_refused_at_its_place_with_the_key_that_was_meant() ->
     (problem,) = problems(POLICY + "  dryrun: true\n")
     assert problem == (
         "p.yaml:13:3: spec.dryrun: unknown key (did you mean dryRun?), "
-        "expected one of target, api, detection, sensors, healing, hooks, load, schedules, bounds, dryRun, pause"
+        "expected one of target, api, detection, sensors, healing, hooks, load, schedules, bounds, lease, journal, notifications, dryRun, pause"
     )
 
 

@@ -18,10 +18,18 @@ from tests.healer.support import POLICY
 
 REPOSITORY = Path(__file__).parents[2]
 FULL = Path(__file__).parent / "policies/full.yaml"
+FULL_VLLM = FULL.with_name("full-vllm.yaml")
 READY = sorted(f for f in (REPOSITORY / "policies").glob("*.yaml") if "kind: Policy" in f.read_text())
 SCHEMA = build()
 KEYS = tuple(docs.keys(SCHEMA))
-FIXED = {"apiVersion", "kind", "spec.target.kind", "spec.load.rules[] of kind predictive.method"}
+FIXED = {
+    "apiVersion",
+    "kind",
+    "spec.target.kind",
+    "spec.target of kind embedded.kind",
+    "spec.target of kind vllm.kind",
+    "spec.load.rules[] of kind predictive.method",
+}
 """Keys that take one value only."""
 
 
@@ -53,9 +61,9 @@ def chosen(suffix: str, value: Any) -> list[Any]:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_is_read_and_documented(key: str) -> None:
-    """`full.yaml` has a value for it other than its default; the document has a row for it."""
-    values = written(SCHEMA, plain(FULL), "").get(key)
-    assert values, f"no value for {key} in {FULL.name}"
+    """A full policy has a value for it other than its default; the document has a row for it."""
+    values = [value for file in (FULL, FULL_VLLM) for value in written(SCHEMA, plain(file), "").get(key, ())]
+    assert values, f"no value for {key} in {FULL.name} or {FULL_VLLM.name}"
     section, _, name = key.rpartition(".")
     node = dict(docs.sections(SCHEMA))[section]
     default = node["properties"][name].get("default")
@@ -113,7 +121,7 @@ def test_the_generated_documents_are_up_to_date() -> None:
     assert docs.rendered(text, docs.PARTS) == text
 
 
-@pytest.mark.parametrize("file", [*READY, FULL], ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [*READY, FULL, FULL_VLLM], ids=lambda file: file.stem)
 def test_the_json_schema_accepts_what_the_daemon_accepts(file: Path) -> None:
     jsonschema.Draft202012Validator(SCHEMA).validate(plain(file))
 

@@ -50,6 +50,7 @@ async def test_an_idle_group_shrinks_to_its_least_size_once_and_says_why(rigs: l
     rig.journal.flush()
     with open_readonly(tmp_path / "journal.db") as journal:
         told = [e.body for e in recent(journal, Kind.LIFECYCLE, 100) if e.body["event"] == "scaling"]
+        assert "load" in {e.body["reason"] for e in recent(journal, Kind.DECISION, 100)}
     assert "scales 4 -> 3 (of 1 wanted): waiting per rank 0 under target 4" in [body["sentence"] for body in told]
     status = rig.supervisor.status()
     assert status.scaling is not None

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sqlite3
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
@@ -24,6 +25,7 @@ from healer.evidence import Evidence, GpuRef, Severity, Subject, What
 from healer.incidents import IncidentSummary, summarise
 from healer.journal import Journal, Kind, open_readonly, recent
 from healer.machine import Machine
+from healer.orders import Scale
 from healer.policy.load import parse_policy
 from healer.replay import Replay
 from healer.sensors import Scribe, SensorCost, SensorState, SensorStatus, ref
@@ -108,7 +110,7 @@ class Rig:
         self.task: asyncio.Task[None] | None = None
 
     def _make(self, on_event: Callable[[Event], None]) -> EmbeddedTarget:
-        def make(*args: object) -> ScriptedExecutor:
+        def make(*args: object, **options: object) -> ScriptedExecutor:
             self.executors.append(ScriptedExecutor(self.policy.group(), on_event))
             self.executors[-1].clock = self.clock
             return self.executors[-1]
@@ -398,7 +400,7 @@ async def test_a_dry_run_observes_and_never_acts(tmp_path: Path) -> None:
         rig.executor.signal(1, signal.SIGKILL)
         await eventually(lambda: "dry run" in rig.supervisor.status().decision, "it says what it would do")
         with pytest.raises(Infeasible, match="dryRun"):
-            rig.supervisor.scale(2, who="test")
+            rig.supervisor.order(Scale(ranks=2), who="test")
         assert rig.executor.calls == []
     finally:
         await rig.end()
@@ -408,12 +410,12 @@ async def test_a_request_to_scale_is_carried_out_within_bounds_only(tmp_path: Pa
     rig = Rig(tmp_path, RULES + "  bounds: {minRanks: 2}\n")
     try:
         await rig.start()
-        assert rig.supervisor.scale(3, who="test") == (0, 1, 2)
+        assert rig.supervisor.order(Scale(ranks=3), who="test").target == (0, 1, 2)
         for wanted, why in ((1, "below spec.bounds.minRanks 2"), (99, "outside 1..6")):
             with pytest.raises(Infeasible, match=why):
-                rig.supervisor.scale(wanted, who="test")
+                rig.supervisor.order(Scale(ranks=wanted), who="test")
         await eventually(lambda: rig.executor.status().live == (0, 1, 2), "three ranks")
-        assert [e.body["reason"] for e in rig.journal.recent(Kind.DECISION, 3)][-1] == "operator"
+        assert {"operator", "refused"} <= {e.body["reason"] for e in rig.journal.recent(Kind.DECISION, 10)}
         assert rig.losses() == []
         assert rig.incidents() == [], "a planned change is no incident"
     finally:
@@ -578,3 +580,41 @@ async def test_a_recorded_run_is_judged_again_as_it_was(tmp_path: Path) -> None:
     lines = list(trace)
     assert any(isinstance(line, ViewLine) and len(line.live) == 3 for line in lines)
     assert any(isinstance(line, EvidenceLine) and line.evidence.what == What.RECOVERY_ACTION for line in lines)
+
+
+async def test_the_disk_is_waited_for_after_the_action_and_not_in_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path)
+    seen: list[tuple[int, bool]] = []
+    harden = rig.journal.harden
+
+    def watched() -> None:
+        seen.append((len(rig.losses()), threading.current_thread() is threading.main_thread()))
+        harden()
+
+    monkeypatch.setattr(rig.journal, "harden", watched)
+    try:
+        await rig.start()
+        rig.executor.signal(1, signal.SIGKILL)
+        await rig.healed()
+        assert seen[0] == (1, False), "handed over first, and in a thread of its own"
+    finally:
+        await rig.end()
+
+
+async def test_the_journal_keeps_as_much_as_the_policy_says(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, RULES + "  journal: {keepIncidents: 2, keepEntries: 20}\n")
+    try:
+        await rig.start()
+        for n in range(3):
+            rig.executor.signal(n, signal.SIGKILL)
+            await eventually(
+                lambda n=n: rig.incidents()[-1:] != [] and rig.incidents()[-1].id == f"inc-{n + 1}"  # type: ignore[misc]
+                and rig.supervisor.status().state == "ok",
+                "healed",
+            )  # fmt: skip
+        await eventually(lambda: [i.id for i in rig.incidents()] == ["inc-2", "inc-3"], "the oldest is forgotten")
+        assert len(rig.journal.recent(Kind.LIFECYCLE, 1000)) < 60
+    finally:
+        await rig.end()

@@ -6,7 +6,8 @@ is its description: `healer.policy.docs` and the JSON Schema take it from there.
 
 from healer.policy.schema.base import KeyPath, Model, Span, is_url, parse_duration, show_duration
 from healer.policy.schema.bounds import Bounds, Breaker, FaultBudget, Maintenance, Schedule, SizeBounds
-from healer.policy.schema.healing import ActionName, Deadlines, Healing, Match, Require, Rule, Rung
+from healer.policy.schema.daemon import JournalKept, Lease, Notification
+from healer.policy.schema.healing import ActionName, Deadlines, Healing, Match, Probation, Require, Rule, Rung
 from healer.policy.schema.hooks import Hook
 from healer.policy.schema.policy import Metadata, Policy, Spec
 from healer.policy.schema.scaling import (
@@ -23,6 +24,7 @@ from healer.policy.schema.scaling import (
 )
 from healer.policy.schema.sensors import Detection, KernelLog, Nvml, NvmlIntervals, Sensors, Thresholds
 from healer.policy.schema.target import LOOPBACK, Api, Gateway, SlotLabels, Target
+from healer.policy.schema.vllm import Canary, VllmDeadlines, VllmHooks, VllmTarget
 
 __all__ = [
     "LOOPBACK",
@@ -31,6 +33,7 @@ __all__ = [
     "Behavior",
     "Bounds",
     "Breaker",
+    "Canary",
     "Deadlines",
     "Detection",
     "Direction",
@@ -39,18 +42,22 @@ __all__ = [
     "Gateway",
     "Healing",
     "Hook",
+    "JournalKept",
     "KernelLog",
     "KeyPath",
+    "Lease",
     "Load",
     "LoadRule",
     "Maintenance",
     "Match",
     "Metadata",
     "Model",
+    "Notification",
     "Nvml",
     "NvmlIntervals",
     "Policy",
     "Predictive",
+    "Probation",
     "Rate",
     "Require",
     "Rule",
@@ -66,6 +73,9 @@ __all__ = [
     "TargetTracking",
     "Threshold",
     "Thresholds",
+    "VllmDeadlines",
+    "VllmHooks",
+    "VllmTarget",
     "is_url",
     "parse_duration",
     "show_duration",

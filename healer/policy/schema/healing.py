@@ -127,6 +127,19 @@ class Deadlines(Model):
     """Each answer within a commit; a rank that neither answers nor beats is lost. Below target.epTimeout."""
 
 
+class Probation(Model):
+    """What a slot with a history must do before it is trusted again: one that was quarantined, whose GPU was lost and came
+    back, or whose ranks failed again and again."""
+
+    check: bool = True
+    """A rank that starts there first proves its device: memory, arithmetic, copies. Where that fails, the start has failed."""
+    repeated: Annotated[int, Field(ge=1, le=1000)] = 2
+    """Failures of a slot, within the window of bounds.faultBudget (1h without one), from which on it has a history."""
+    hold_down_s: Duration = 60.0
+    """After a quarantine has ended by itself, one fault within this quarantines the slot again, where bounds.faultBudget is
+    set."""
+
+
 def _default_rules() -> tuple[Rule, ...]:
     return (Rule.model_validate({"name": "any-fault", "actions": ["replace", "scale-down", "human"]}),)
 
@@ -137,6 +150,7 @@ class Healing(Model):
     rules: Annotated[tuple[Rule, ...], Listed, Field(max_length=1000)] = Field(default_factory=_default_rules)
     """The first that matches wins. Absent: one rule for any fault, [replace, scale-down, human]. Empty: nothing is healed."""
     deadlines: Deadlines = Field(default_factory=Deadlines)
+    probation: Probation = Field(default_factory=Probation)
     verdict_max_age_s: Duration = 30.0
     """A verdict whose newest supporting evidence is older than this acts no more, process death excepted."""
 

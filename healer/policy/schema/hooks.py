@@ -11,8 +11,9 @@ DESTRUCTIVE_HOOKS = frozenset({"reset", "reboot"})
 
 
 class Hook(Model):
-    """A command or a URL. The facts of the case come as environment variables HEALER_INCIDENT, HEALER_RULE, HEALER_CAUSE,
-    HEALER_SLOT, HEALER_HOST, HEALER_GPU_UUID, HEALER_GPU_PCI and HEALER_XID, to a URL as a JSON object."""
+    """A command or a URL. The facts of the case come as environment variables HEALER_HOOK, HEALER_INCIDENT, HEALER_RULE,
+    HEALER_CAUSE, HEALER_SLOT, HEALER_HOST, HEALER_GPU_UUID, HEALER_GPU_PCI, HEALER_XID and HEALER_SENTENCE, to a URL as a
+    JSON object."""
 
     kind: HookKind
     """What it does: `reset` resets a GPU, `reboot` restarts a host (both count as destructive), `exec` runs any other

@@ -5,14 +5,17 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from elastic.config import GroupConfig
+from elastic.errors import ElasticError
 from healer.diagnosis import Limits
 from healer.policy.schema.base import Listed, Model, Name
 from healer.policy.schema.bounds import Bounds, Schedule
+from healer.policy.schema.daemon import JournalKept, Lease, Notification
 from healer.policy.schema.healing import Healing
 from healer.policy.schema.hooks import Hook
 from healer.policy.schema.scaling import Load
 from healer.policy.schema.sensors import Detection, Sensors
 from healer.policy.schema.target import Api, Target
+from healer.policy.schema.vllm import VllmTarget
 
 NAME_PATTERN = r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$"
 
@@ -27,7 +30,8 @@ class Metadata(Model):
 class Spec(Model):
     """What is kept, by which rules."""
 
-    target: Target
+    target: Annotated[Target | VllmTarget, Field(discriminator="kind")]
+    """The group that is kept healthy."""
     api: Api = Field(default_factory=Api)
     detection: Detection = Field(default_factory=Detection)
     sensors: Sensors = Field(default_factory=Sensors)
@@ -38,6 +42,11 @@ class Spec(Model):
     schedules: Annotated[tuple[Schedule, ...], Listed, Field(max_length=100)] = ()
     """Bounds for certain times."""
     bounds: Bounds = Field(default_factory=Bounds)
+    lease: Lease | None = None
+    """Absent: one daemon, alone, kept so by a file lock in the run directory."""
+    journal: JournalKept = Field(default_factory=JournalKept)
+    notifications: Annotated[tuple[Notification, ...], Listed, Field(max_length=100)] = ()
+    """Who is told of incidents, of what needs a human, and of what happens to the daemon itself."""
     dry_run: bool = False
     """Observe, decide and record; act never, not even when asked."""
     pause: bool = False
@@ -76,8 +85,11 @@ class Policy(Model):
         return target.max_ranks if bounds.max_ranks is None else bounds.max_ranks
 
     def group(self) -> GroupConfig:
-        """The executor's configuration of `spec.target`. The caller checks it against the model: `GroupConfig.validate`."""
+        """The executor's configuration of `spec.target`. The caller checks it against the model: `GroupConfig.validate`.
+        Raises ElasticError for a target of another kind."""
         target, deadlines = self.spec.target, self.spec.healing.deadlines
+        if not isinstance(target, Target):
+            raise ElasticError(f"spec.target.kind {target.kind}: the embedded executor does not run it")
         return GroupConfig(
             name=self.metadata.name,
             run_dir=target.run_dir,

@@ -37,7 +37,7 @@ class Detection(Model):
 class NvmlIntervals(Model):
     """Between two readings of a GPU, by kind of reading."""
 
-    fast_s: Duration = 0.25
+    fast_s: Duration = 0.5
     """The driver's recovery action, and whether the GPU answers at all."""
     medium_s: Duration = 2.0
     """ECC counters, remapped rows, throttling, temperature, memory, processes, PCIe width."""

@@ -35,7 +35,7 @@ class Target(Model):
     """What is kept healthy: a group of the embedded executor. Sized once: a change needs a new group."""
 
     kind: Literal["embedded"]
-    """The embedded executor is the only target."""
+    """The embedded executor."""
     checkpoint: PathText
     """A Hugging Face folder with config.json, `*.safetensors` and tokenizer.json."""
     run_dir: PathText

@@ -32,7 +32,7 @@ class NvmlConfig(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     """Further variables of the probe process."""
 
-    fast_s: float = 0.25
+    fast_s: float = 0.5
     """Recovery action (field 230) and whether the GPU answers at all: 15 to 125 microseconds a call on an H200."""
     medium_s: float = 2.0
     """ECC, remapped rows, clocks, temperature, memory, PCIe link, processes: about 2 ms a round on an H200."""

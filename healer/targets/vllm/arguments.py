@@ -20,6 +20,7 @@ _FLAGS = frozenset(
         "enforce-eager",
         "async-scheduling",
         "enable-prefix-caching",
+        "disable-uvicorn-access-log",
         "disable-nccl-for-dp-synchronization",
     }
 )
@@ -34,8 +35,8 @@ _SHORT = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp":
 
 
 class Arguments(msgspec.Struct, frozen=True):
-    """`options` by name without dashes; a flag is "true" or "false"; a dotted name (`eplb-config.use_async`) is merged into
-    its JSON object, as vLLM does."""
+    """`options` by name without dashes; a flag is "true" or "false". Where an option has dotted parts (`eplb-config.use_async`),
+    they are the whole of it: seen with vLLM 0.33's parser, which drops a JSON object beside them."""
 
     model: str
     options: dict[str, str]
@@ -82,7 +83,7 @@ class Arguments(msgspec.Struct, frozen=True):
             raise ElasticError(f"--{name}: {value!r} is not a whole number") from None
 
     def config(self, name: str) -> dict[str, Any]:
-        """A JSON option with its dotted parts. Raises ElasticError naming the option."""
+        """A JSON option, or the object that its dotted parts make. Raises ElasticError naming the option."""
         found: dict[str, Any] = {}
         if name in self.options:
             try:
@@ -92,12 +93,13 @@ class Arguments(msgspec.Struct, frozen=True):
             if not isinstance(value, dict):
                 raise ElasticError(f"--{name}: expected a JSON object")
             found |= value
-        for option, value in self.options.items():
-            if option.startswith(f"{name}."):
-                try:
-                    found[option.partition(".")[2]] = json.loads(value.lower() if value in ("True", "False") else value)
-                except json.JSONDecodeError:
-                    found[option.partition(".")[2]] = value
+        dotted = {option: value for option, value in self.options.items() if option.startswith(f"{name}.")}
+        found = {} if dotted else found
+        for option, value in dotted.items():
+            try:
+                found[option.partition(".")[2]] = json.loads(value.lower() if value in ("True", "False") else value)
+            except json.JSONDecodeError:
+                found[option.partition(".")[2]] = value
         return found
 
 

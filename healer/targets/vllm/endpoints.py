@@ -3,13 +3,17 @@ one of two errors. An answer is never taken for more than it proves: 200 with an
 """
 
 import asyncio
+import logging
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
 from elastic.errors import ElasticError, Retryable
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every question, several a second
 
 MAX_ANSWER_BYTES = 8 << 20
 """The metrics of a large deployment take some hundred kB."""
@@ -20,6 +24,18 @@ T = TypeVar("T")
 
 class BadAnswer(ElasticError):
     """The server answered, and not as vLLM 0.33 does."""
+
+
+class Closed(Retryable):
+    """Nobody takes connections there."""
+
+
+class Refused(ElasticError):
+    """The server answered a request to scale with another status than 200. 400: it did nothing."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Phase(StrEnum):
@@ -127,7 +143,7 @@ class Endpoints:
     async def scale(self, size: int, *, deadline_s: float) -> str:
         """Ask for a size and wait to the end of its commit, which may take minutes. Returns the server's sentence.
 
-        Raises ElasticError with its words when it refused or failed, Retryable when it gave no answer in time: then
+        Raises Refused with its words when it refused or failed, Retryable when it gave no answer in time: then
         nobody knows, and `scaling` must be asked. Never to be sent while a rank is not known to be alive: it would wait
         for that rank with its gate shut, and never open it again."""
         if isinstance(size, bool) or size < 1:
@@ -135,7 +151,7 @@ class Endpoints:
         status, body = await self._call("POST", "/scale_elastic_ep", {"new_data_parallel_size": size}, deadline_s)
         if status == 200:
             return _message(body)
-        raise ElasticError(f"{self.base}: scale to {size} was refused with status {status}: {_message(body)}")
+        raise Refused(f"{self.base}: scale to {size} was refused with status {status}: {_message(body)}", status)
 
     async def fault_status(self, *, deadline_s: float) -> FaultStatus | None:
         """None: fault tolerance is off. Raises Retryable, BadAnswer."""
@@ -223,9 +239,21 @@ class Endpoints:
                     if len(body) > MAX_ANSWER_BYTES:
                         raise BadAnswer(f"{self.base}{path}: the answer is longer than {MAX_ANSWER_BYTES} bytes")
                 return answer.status_code, bytes(body)
+        except httpx.ConnectError as error:
+            raise Closed(f"{self.base}{path}: takes no connection: {str(error)[:SHOWN_CHARS]}") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError, TimeoutError) as error:
             what = str(error) or type(error).__name__
             raise Retryable(f"{self.base}{path}: no answer within {deadline_s:g} s: {what[:SHOWN_CHARS]}") from None
+
+
+def read_key(path: str | None) -> str:
+    """The API key in a file; empty where there is none. Raises ElasticError naming the file."""
+    if path is None:
+        return ""
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ElasticError(f"spec.target.apiKeyFile {path}: cannot be read: {error}") from None
 
 
 def _message(body: bytes) -> str:

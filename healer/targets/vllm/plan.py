@@ -1,0 +1,227 @@
+"""What is to be done next about a vLLM group: pure, from what is known now.
+
+What decides is what stock vLLM 0.33 can do. It can leave out its highest DP ranks and add ranks behind them, while all that
+it has are alive; it can retry after a fault in which every process lives. All else is cured by a restart of the whole group.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from healer.targets.vllm.endpoints import Gate, Phase
+from healer.targets.vllm.machine import ACTS_NEVER, State
+from healer.targets.vllm.records import Canaried, Held, Look, Role
+
+LEAST_RANKS = 2
+FRESH_POLLS = 4
+"""A look that is older than so many polls is none: a request to scale is not sent on it."""
+WRONG_CANARIES = 2
+"""In a row, with other tokens than the first one: the rank is not believed any more."""
+
+
+class Do(StrEnum):
+    NOTHING = "nothing"
+    START = "start"
+    """Launch what the target asks for; nothing runs."""
+    RESTART = "restart"
+    RETRY = "retry"
+    GROW = "grow"
+    SHRINK = "shrink"
+    YIELD = "yield"
+
+
+class Step(msgspec.Struct, frozen=True):
+    do: Do
+    why: str
+    """A sentence."""
+    slots: tuple[int, ...] = ()
+    """RESTART: those at fault; GROW, SHRINK: those that join or leave."""
+
+
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
+    held: Held
+    look: Look | None
+    alive: bool
+    """Every process of the rank that was there when it was sound; where there are none on this host: it answers."""
+    unhealthy_since: float | None = None
+    shut_since: float | None = None
+    """Since when it lets nobody in although nothing scales."""
+    still_since: float | None = None
+    """Since when it has requests, or a canary, and generates nothing."""
+    canary: Canaried | None = None
+    wrong: int = 0
+    """Canaries in a row that gave other tokens than they should."""
+    eplb_stopped: bool = False
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    state: State
+    now: float
+    ranks: tuple[RankFacts, ...]
+    target: tuple[int, ...]
+    """Slots that should be live."""
+    lost: dict[int, str]
+    """By slot, why the owner has given it up."""
+    unstartable: frozenset[int] = frozenset()
+    """Slots that failed to start too often: nobody tries them until the target is set again."""
+    epoch: str | None = None
+    """Of the last scaling that healer knows; what differs from it is another controller's."""
+    scaled: bool = False
+    can_retry: bool = True
+    """Fault tolerance is on, and prefix caches are off or can be reset."""
+    retries: int = 0
+    """Since the group last proved to be sound."""
+    poll_s: float = 1.0
+    gate_s: float = 120.0
+    settle_s: float = 5.0
+    stall_s: float = 60.0
+    not_before: float = 0.0
+    """After a failure: nothing planned before this."""
+
+
+def decide(facts: Facts) -> Step:
+    """The first that applies."""
+    if facts.state in ACTS_NEVER or facts.state not in (State.SERVING, State.DOWN):
+        return Step(Do.NOTHING, f"the group is {facts.state}")
+    if facts.state == State.SERVING and (why := other_controller(facts)):
+        return Step(Do.YIELD, why)
+    if facts.lost:
+        shown = "; ".join(f"slot {slot}: {why}" for slot, why in sorted(facts.lost.items()))
+        return Step(Do.RESTART, f"vLLM cannot go on without a lost rank ({shown})", tuple(sorted(facts.lost)))
+    wanted = tuple(slot for slot in facts.target if slot not in facts.unstartable)
+    if facts.state == State.DOWN:
+        if facts.now < facts.not_before:
+            return Step(Do.NOTHING, "the last start has failed, the next is due later")
+        if len(wanted) < LEAST_RANKS:
+            return Step(
+                Do.NOTHING, f"only {len(wanted)} of the slots can be started, and vLLM needs {LEAST_RANKS} ranks"
+            )
+        return Step(Do.START, "nothing serves", wanted)
+    return _broken(facts) or _faulty(facts) or _sized(facts, wanted) or Step(Do.NOTHING, "all is as it should be")
+
+
+def other_controller(facts: Facts) -> str:
+    """Why somebody else must be at work on this group; empty: nobody is. Only looks of ranks that healer left alone count."""
+    for rank in facts.ranks:
+        look = rank.look
+        if rank.held.role != Role.LIVE or look is None:
+            continue
+        if look.gate == Gate.RETIRED:
+            return f"slot {rank.held.slot} was scaled away, and not by healer"
+        scaling = look.scaling
+        if scaling is None:
+            continue
+        if scaling.epoch is not None and scaling.epoch != facts.epoch:
+            size = scaling.requested_data_parallel_size
+            return f"somebody asked for {size} ranks (epoch {scaling.epoch[:8]}, {scaling.phase}), and not healer"
+        if scaling.is_scaling_elastic_ep and scaling.phase in (Phase.PREPARING, Phase.COMMITTING):
+            return f"slot {rank.held.slot} is {scaling.phase}, and healer asked for nothing"
+    return ""
+
+
+def _live(facts: Facts) -> list[RankFacts]:
+    return sorted((r for r in facts.ranks if r.held.role == Role.LIVE), key=lambda r: r.held.dp_rank)
+
+
+def _broken(facts: Facts) -> Step | None:
+    """What no retry and no scaling ends."""
+    live = _live(facts)
+    for rank in live:
+        slot = rank.held.slot
+        scaling = rank.look.scaling if rank.look else None
+        if scaling is not None and scaling.phase == Phase.FAILED:
+            why = scaling.error or "no reason given"
+            return Step(Do.RESTART, f"slot {slot}: the scaling has failed, and vLLM never undoes it: {why}", (slot,))
+        if rank.shut_since is not None and facts.now - rank.shut_since >= facts.gate_s:
+            text = f"slot {slot} has answered 503 for {facts.now - rank.shut_since:.0f} s with nothing to wait for"
+            return Step(Do.RESTART, text, (slot,))
+        if rank.wrong >= WRONG_CANARIES:
+            return Step(Do.RESTART, f"slot {slot} generates other tokens than it should", (slot,))
+        if rank.eplb_stopped:
+            text = (
+                f"slot {slot}: the thread that rebalances experts has ended; all would wait for it at the next scaling"
+            )
+            return Step(Do.RESTART, text, (slot,))
+    still = [rank for rank in live if rank.still_since is not None]
+    if live and len(still) == len(live):
+        since = max(rank.still_since for rank in still if rank.still_since is not None)
+        if facts.now - since >= facts.stall_s:
+            text = f"all ranks have stood still for {facts.now - since:.0f} s, and none can be told from the others"
+            return Step(Do.RESTART, text, tuple(rank.held.slot for rank in live))
+    return None
+
+
+def _faulty(facts: Facts) -> Step | None:
+    """Engines that say that they met a fault."""
+    live = _live(facts)
+    sick = [rank for rank in live if rank.unhealthy_since is not None]
+    if not sick:
+        return None
+    slots = tuple(rank.held.slot for rank in live)
+    if not all(rank.alive for rank in live):
+        return Step(Do.NOTHING, "a rank is dead: that comes first, and the policy decides about it")
+    if len(sick) == len(live):
+        reason = _no_retry(facts)
+        if not reason:
+            return Step(Do.RETRY, "every engine met a fault, and every process lives", slots)
+        return Step(Do.RESTART, f"every engine met a fault; no retry: {reason}", slots)
+    since = min(rank.unhealthy_since for rank in sick if rank.unhealthy_since is not None)
+    if facts.now - since < facts.settle_s:
+        return Step(Do.NOTHING, "the others may report the fault too")
+    names = ", ".join(str(rank.held.slot) for rank in sick)
+    text = f"slots {names} met a fault, the others did not within {facts.settle_s:g} s: a retry would wait for them"
+    return Step(Do.RESTART, text, tuple(rank.held.slot for rank in sick))
+
+
+def _no_retry(facts: Facts) -> str:
+    if not facts.can_retry:
+        return "the prefix caches may hold wrong blocks and cannot be reset, or fault tolerance is off"
+    if facts.scaled:
+        return "vLLM would build its groups for the size at the launch, and the size has changed since"
+    if facts.retries:
+        return "the last one did not help"
+    return ""
+
+
+def _sized(facts: Facts, wanted: tuple[int, ...]) -> Step | None:
+    if facts.now < facts.not_before:
+        return None
+    live = _live(facts)
+    slots = [rank.held.slot for rank in live]
+    leaving = tuple(slot for slot in slots if slot not in facts.target)
+    joining = tuple(slot for slot in wanted if slot not in slots)
+    if not leaving and not joining:
+        return None
+    if why := _not_sure(facts, live):
+        return Step(Do.NOTHING, f"no scaling now: {why}")
+    if leaving:
+        if set(slots[len(slots) - len(leaving) :]) != set(leaving):
+            return Step(Do.NOTHING, f"{not_highest(slots, leaving)}")
+        return Step(Do.SHRINK, f"slots {list(leaving)} are to leave", leaving)
+    return Step(Do.GROW, f"slots {list(joining)} are to join", joining)
+
+
+def not_highest(slots: list[int], leaving: tuple[int, ...]) -> str:
+    """`slots`: by DP rank."""
+    last = slots[len(slots) - len(leaving) :]
+    return f"vLLM can drop its last ranks only, on slots {sorted(last)}; slots {sorted(leaving)} were asked for"
+
+
+def _not_sure(facts: Facts, live: list[RankFacts]) -> str:
+    """Why a request to scale must not be sent now: a rank that is not known to be alive would block all others for minutes,
+    behind shut gates that never open again."""
+    for rank in live:
+        slot, look = rank.held.slot, rank.look
+        if not rank.alive:
+            return f"slot {slot} is not known to be alive"
+        if look is None or not look.answers or facts.now - look.at > FRESH_POLLS * facts.poll_s:
+            return f"slot {slot} has not answered lately"
+        if look.health is not True or look.gate != Gate.OPEN or look.unhealthy or look.dead:
+            return f"slot {slot} is not fit"
+        if rank.still_since is not None:
+            return f"slot {slot} generates nothing"
+        if rank.canary is None or not rank.canary.ok:
+            return f"slot {slot} has not answered its last canary"
+        if look.scaling is None or look.scaling.phase not in (Phase.IDLE, Phase.COMPLETED):
+            return f"slot {slot} does not say that nothing scales"
+    return ""

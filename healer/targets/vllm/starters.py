@@ -1,0 +1,167 @@
+"""Who starts and ends ranks: this host's processes, or hooks of the site for ranks that run elsewhere."""
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from elastic.errors import ElasticError
+from elastic.launch.base import Launched
+from elastic.paths import log_path
+from healer.hooks import HookFacts, call
+from healer.policy.schema import Hook, VllmTarget
+from healer.targets.vllm import commands
+from healer.targets.vllm.log_lines import LogTail
+from healer.targets.vllm.processes import Processes, log_name, sessions
+from healer.targets.vllm.records import Held, Part, Process
+
+log = structlog.get_logger("healer.vllm")
+
+
+class Starter(Protocol):
+    """Called by the target, in its loop."""
+
+    async def start(self, slots: Sequence[int], launch: "Launch") -> dict[int, Launched]:
+        """Start the ranks of these slots at once. Raises ElasticError; then none of them is left."""
+        ...
+
+    async def fence(self, ranks: Collection[Held]) -> None:
+        """End them at once and for certain, whatever state they are in. Raises ElasticError where that cannot be done."""
+        ...
+
+    async def end(self, ranks: Collection[Held], *, deadline_s: float) -> None:
+        """End them in order."""
+        ...
+
+    def processes(self, ranks: Collection[Held]) -> dict[int, list[Process]]:
+        """Of each slot's session; nothing where they are not on this host."""
+        ...
+
+    def tail(self, rank: Held) -> LogTail | None: ...
+
+    def last_words(self, rank: Held) -> str: ...
+
+    def ended(self, rank: Held) -> bool:
+        """Its API server is known to have ended."""
+        ...
+
+
+class Launch:
+    """What all ranks of one launch share."""
+
+    def __init__(
+        self,
+        ranks: Mapping[int, int],
+        incarnations: Mapping[int, int],
+        *,
+        size: int,
+        rpc_port: int,
+        joins: bool,
+        redundant: int | None = None,
+    ):
+        """`ranks`: DP rank by slot."""
+        self.ranks, self.incarnations = ranks, incarnations
+        self.size, self.rpc_port, self.joins = size, rpc_port, joins
+        self.redundant = redundant
+
+
+class LocalStarter:
+    """`vllm serve` on this host."""
+
+    def __init__(self, target: VllmTarget, processes: Processes, api_key: str) -> None:
+        self._target, self._processes, self._api_key = target, processes, api_key
+
+    async def start(self, slots: Sequence[int], launch: Launch) -> dict[int, Launched]:
+        started: dict[int, Launched] = {}
+        try:
+            for slot in slots:
+                command = commands.command(
+                    self._target,
+                    slot=slot,
+                    dp_rank=launch.ranks[slot],
+                    size=launch.size,
+                    rpc_port=launch.rpc_port,
+                    redundant=launch.redundant,
+                )
+                environment = commands.environment(
+                    self._target, os.environ, slot=slot, joins=launch.joins, api_key=self._api_key
+                )
+                self._processes.tidy_logs(slot)
+                name = log_name(slot, launch.incarnations[slot])
+                started[slot] = self._processes.launch(name, command, environment)
+        except BaseException:
+            await self._processes.fence(started.values())
+            raise
+        return started
+
+    async def fence(self, ranks: Collection[Held]) -> None:
+        await self._processes.fence([rank.process for rank in ranks])
+
+    async def end(self, ranks: Collection[Held], *, deadline_s: float) -> None:
+        await self._processes.end([rank.process for rank in ranks], deadline_s=deadline_s)
+
+    def processes(self, ranks: Collection[Held]) -> dict[int, list[Process]]:
+        self._processes.reap()
+        found = sessions({rank.pid for rank in ranks})
+        return {rank.slot: found[rank.pid] for rank in ranks}
+
+    def tail(self, rank: Held) -> LogTail | None:
+        return LogTail(log_path(Path(self._target.run_dir), log_name(rank.slot, rank.incarnation)))
+
+    def last_words(self, rank: Held) -> str:
+        return self._processes.last_words(log_name(rank.slot, rank.incarnation))
+
+    def ended(self, rank: Held) -> bool:
+        found = sessions({rank.pid}).get(rank.pid, [])
+        return not any(
+            one.part == Part.API and one.pid_start == rank.pid_start and one.state not in "ZXx" for one in found
+        )
+
+
+class HookStarter:
+    """Ranks that others run: nothing is known of their processes."""
+
+    def __init__(self, target: VllmTarget, hooks: Mapping[str, Hook]) -> None:
+        self._target, self._hooks = target, hooks
+
+    async def start(self, slots: Sequence[int], launch: Launch) -> dict[int, Launched]:
+        names = self._target.hooks
+        if names.start is not None:
+            for slot in slots:
+                await self._call(names.start, slot, "join" if launch.joins else "start")
+        elif names.restart is not None and not launch.joins:
+            await self._call(names.restart, 0, "restart")
+        elif launch.joins:
+            raise ElasticError("no ranks can join: spec.target.hooks.start names no hook that starts them")
+        else:
+            log.warning("ranks.awaited", slots=list(slots), why="spec.target.hooks has no hook that starts them")
+        return dict.fromkeys(slots, Launched(0, 0))
+
+    async def fence(self, ranks: Collection[Held]) -> None:
+        """Without a hook nothing is ended: the ranks are as they are, and must prove themselves again."""
+        if self._target.hooks.stop is not None:
+            for rank in ranks:
+                await self._call(self._target.hooks.stop, rank.slot, "fence")
+
+    async def end(self, ranks: Collection[Held], *, deadline_s: float) -> None:
+        await self.fence(ranks)
+
+    def processes(self, ranks: Collection[Held]) -> dict[int, list[Process]]:
+        return {}
+
+    def tail(self, rank: Held) -> LogTail | None:
+        return None
+
+    def last_words(self, rank: Held) -> str:
+        return f"its log is not on this host; ask {rank.url}"
+
+    def ended(self, rank: Held) -> bool:
+        return False
+
+    async def _call(self, name: str, slot: int, cause: str) -> None:
+        result = await call(self._hooks.get(name), HookFacts(hook=name, slot=slot, rule="", cause=cause))
+        log.info("hook.ended", hook=name, slot=slot, ok=result.ok, text=result.text)
+        if not result.ok:
+            raise ElasticError(f"hook {name} for slot {slot}: {result.text}")

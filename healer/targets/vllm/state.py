@@ -1,0 +1,60 @@
+"""What a daemon must remember across its own death, in `group.json` of the run directory. Written before and after every
+launch, and before a request to scale: the file is a hint, the servers are asked."""
+
+from pathlib import Path
+
+import msgspec
+
+from elastic.errors import ElasticError
+from elastic.paths import read_json, state_path, write_json
+from healer.targets.vllm.records import Held
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """A request to scale that may be under way."""
+
+    size: int
+    joiners: tuple[int, ...]
+    """Slots."""
+    leavers: tuple[int, ...]
+
+
+class VllmState(msgspec.Struct, frozen=True):
+    group: str
+    epoch: int
+    """Of the router's file; grows with every change."""
+    target: tuple[int, ...]
+    ranks: tuple[Held, ...]
+    """All that were launched and not seen dead."""
+    incarnations: dict[int, int]
+    """The highest given to each slot."""
+    rpc_port: int
+    """Of the DP coordinator; joiners must know it."""
+    scaled: bool
+    """A scale has ended since the launch: from then on vLLM's `retry` builds groups of the old size."""
+    reference: tuple[int, ...]
+    """The tokens of the first canary of this launch; empty: none yet."""
+    pending: Pending | None = None
+    redundant: int | None = None
+    """Redundant experts of the launch, where they are others than the user's: joiners must have the same."""
+
+
+def load(run_dir: Path, group: str) -> VllmState | None:
+    """None where there is none, or it is of another group or damaged (then set aside)."""
+    path = state_path(run_dir)
+    if not path.exists():
+        return None
+    try:
+        found = read_json(path, VllmState)
+    except ElasticError:
+        path.replace(path.with_suffix(".damaged"))
+        return None
+    return found if found.group == group else None
+
+
+def save(run_dir: Path, state: VllmState) -> None:
+    """Raises ElasticError naming the file."""
+    try:
+        write_json(state_path(run_dir), state)
+    except OSError as error:
+        raise ElasticError(f"{state_path(run_dir)}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,227 @@
+"""A command `vllm serve` for tests: the processes, signals, sockets and answers of vLLM 0.33 with external load balancing, without
+an engine behind. Ranks of one group meet in the folder FAKE_VLLM: who is there, what is asked, and `faults/NAME` or
+`faults/NAME_RANK`, which a test makes and removes:
+
+    hang        completions wait         wrong       other tokens             abort       200 with finish_reason abort
+    unhealthy   fault status unhealthy   stale       retry says healthy, and answers wrongly
+    wedged      503 "scaling" for ever   half        retry leaves this rank unhealthy
+    no_boot     ends at start            refuse      400 for a scaling        fail        the commit fails, gates stay shut
+    stuck_commit  a fault within the commit, told in the log only; it never ends
+    deaf        closes its port when its engine dies, and ignores SIGTERM
+"""
+
+# ruff: noqa: ASYNC110, ASYNC251
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+DIR = Path(os.environ["FAKE_VLLM"])
+OPTIONS = {
+    sys.argv[i].removeprefix("--"): sys.argv[i + 1] for i in range(2, len(sys.argv) - 1) if sys.argv[i][:2] == "--"
+}
+RANK, PORT = int(OPTIONS["data-parallel-rank"]), int(OPTIONS["port"])
+JOINS = os.environ.get("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH") == "1"
+SLEEP = ["-S", "-E", "-c", "import time; time.sleep(1e6)"]
+
+
+def fault(name: str) -> bool:
+    return (DIR / "faults" / name).exists() or (DIR / "faults" / f"{name}_{RANK}").exists()
+
+
+def put(path: str, value: object) -> None:
+    file = DIR / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.{RANK}")
+    part.write_text(json.dumps(value))
+    part.replace(file)
+
+
+def get(path: str, default: object = None) -> object:
+    try:
+        return json.loads((DIR / path).read_text())
+    except (OSError, ValueError):
+        return default
+
+
+def state_of(pid: int) -> str:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "X"
+    return text[text.rindex(")") + 2]
+
+
+class Rank:
+    def __init__(self) -> None:
+        self.size = int(OPTIONS["data-parallel-size"])
+        if fault("no_boot"):
+            print("RuntimeError: injected at start")
+            raise SystemExit(1)
+        self.children = [self.child(f"VLLM::EngineCore_DP{RANK}"), self.child(f"VLLM::Worker_DP{RANK}")]
+        if RANK == 0:
+            self.child("VLLM::DPCoordinator")
+        self.running = 0
+        self.generated = 0
+        self.gate = ""
+        self.scaling = {"is_scaling_elastic_ep": False, "phase": "idle", "epoch": None, "error": None}
+        self.scaling["requested_data_parallel_size"] = None
+        self.closing = asyncio.Event()
+        self.retried = False
+
+    def child(self, title: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([title, *SLEEP], executable=sys.executable)
+
+    @property
+    def engine(self) -> int:
+        return self.children[0].pid
+
+    def others(self) -> list[str]:
+        """States of all engines of the group."""
+        return [state_of(int(str(get(f"ranks/{r}", 0)))) for r in range(self.size)]
+
+    async def generate(self, body: dict) -> tuple[int, object]:
+        self.running += 1
+        try:
+            states = self.others
+            while fault("hang") or any(s in "TtZX" for s in states()):
+                await asyncio.sleep(0.02)
+            prompt, count = body["prompt"], body["max_tokens"]
+            start = zlib.crc32(bytes(str(list(prompt[:16])), "ascii"))
+            bend = 1 if fault("wrong") or (self.retried and fault("stale")) else 0
+            ids = [2 + (start + at + bend) % 90 for at in range(count)]
+            finish = "length"
+            if fault("abort"):
+                ids, finish = ids[:1], "abort"
+            self.generated += len(ids)
+            choice = {"index": 0, "text": "x", "finish_reason": finish, "token_ids": ids}
+            return 200, {"choices": [choice]}
+        finally:
+            self.running -= 1
+
+    async def scale(self, size: int) -> tuple[int, object]:
+        if fault("refuse") or size > 4:
+            return 400, {"error": {"message": "cannot", "type": "Bad Request", "param": None, "code": 400}}
+        epoch = f"{int(get('epochs', 0)) + 1:x}" if RANK == 0 else None  # type: ignore[call-overload]
+        put(f"posts/{size}/{RANK}", 1)
+        while epoch is None:
+            epoch = get(f"posts/{size}/epoch")  # type: ignore[assignment]
+            await asyncio.sleep(0.01)
+        put(f"posts/{size}/epoch", epoch)
+        self.scaling |= {"is_scaling_elastic_ep": True, "phase": "preparing", "epoch": epoch}
+        self.scaling |= {"requested_data_parallel_size": size, "error": None}
+        need = [f"posts/{size}/{r}" for r in range(self.size)] + [f"ready/{r}" for r in range(self.size, size)]
+        while any(get(path) is None for path in need) or fault("slow_prepare"):
+            await asyncio.sleep(0.02)
+        self.scaling["phase"], self.gate = "committing", "scaling"
+        await asyncio.sleep(0.1)
+        while fault("stuck_commit"):
+            if RANK == 1:
+                print("[FT] Engine 1 status -> UNHEALTHY:", flush=True)
+            await asyncio.sleep(0.1)
+        if fault("fail"):
+            self.scaling |= {"phase": "failed", "is_scaling_elastic_ep": False, "error": "injected"}
+            return 500, {"error": {"message": "Scale failed", "type": "x", "param": None, "code": 500}}
+        put(f"committed/{epoch}/{RANK}", size)
+        if RANK == 0:
+            put("epochs", int(epoch, 16))
+        while any(get(f"committed/{epoch}/{r}") is None for r in range(self.size)):
+            await asyncio.sleep(0.02)
+        self.size = size
+        await asyncio.sleep(0.05)
+        (DIR / f"posts/{size}/{RANK}").unlink(missing_ok=True)
+        if RANK == 0:
+            (DIR / f"posts/{size}/epoch").unlink(missing_ok=True)
+        self.gate = "" if size > RANK else "retired"
+        self.generated = 0
+        if self.gate:
+            for child in self.children:
+                child.kill()
+                child.wait()
+        self.scaling |= {"is_scaling_elastic_ep": False, "phase": "completed"}
+        return 200, {"message": f"Scaled to {size} data parallel engines"}
+
+    async def answer(self, method: str, path: str, body: object) -> tuple[int, object]:
+        if path == "/health":
+            return 200, ""
+        if path == "/is_scaling_elastic_ep":
+            return 200, self.scaling
+        if self.gate == "scaling" or fault("wedged"):
+            return 503, {"error": "The model is currently scaling. Please try again later."}
+        if self.gate == "retired":
+            return 503, {"error": "This data-parallel rank has been retired and is awaiting shutdown."}
+        if path == "/v1/models":
+            return 200, {"data": []}
+        if path == "/metrics":
+            label = f'{{engine="{RANK}",model_name="m"}}'
+            text = f"vllm:num_requests_running{label} {self.running}.0\nvllm:num_requests_waiting{label} 0.0\n"
+            return 200, f"{text}vllm:generation_tokens_total{label} {self.generated}.0\n"
+        if path == "/fault_tolerance/status":
+            dead = any(s in "ZX" for s in self.others()) and self.running
+            sick = dead or (fault("unhealthy") and not (self.retried and not fault("half")))
+            engine = {"id": RANK, "status": "unhealthy" if sick else "healthy"}
+            return 200, {"schema_version": 1, "total_engines": 1, "engines": [engine]}
+        if path == "/fault_tolerance/apply":
+            self.retried = True
+            put(f"retries/{RANK}", int(get(f"retries/{RANK}", 0)) + 1)  # type: ignore[call-overload]
+            return 202, {"message": "Request accepted", "request_id": "x"}
+        if path == "/reset_prefix_cache":
+            return 200, {"success": True}
+        if path == "/scale_elastic_ep" and isinstance(body, dict):
+            return await self.scale(body["new_data_parallel_size"])
+        if path == "/v1/completions" and isinstance(body, dict):
+            return await self.generate(body)
+        return 404, {"detail": "Not Found"}
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+                method, path, _ = head[0].split(" ")
+                sizes = [int(line.split(":")[1]) for line in head if line.lower().startswith("content-length:")]
+                raw = await reader.readexactly(sizes[0] if sizes else 0)
+                status, found = await self.answer(method, path, json.loads(raw) if raw else None)
+                data = found.encode() if isinstance(found, str) else json.dumps(found).encode()
+                writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(data)) + data)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def run(self) -> None:
+        put(f"ranks/{RANK}", self.engine)
+        if JOINS:
+            put(f"ready/{RANK}", 1)
+            while not any((DIR / f"committed/{e:x}").exists() and self.committed(f"{e:x}") for e in range(1, 99)):
+                await asyncio.sleep(0.02)
+            (DIR / f"ready/{RANK}").unlink(missing_ok=True)
+            newest = max((int(p.name, 16) for p in (DIR / "committed").iterdir()), default=0)
+            self.scaling |= {"phase": "completed", "epoch": f"{newest:x}", "requested_data_parallel_size": self.size}
+        server = await asyncio.start_server(self.serve, "127.0.0.1", PORT)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.closing.set)
+        while not self.closing.is_set():
+            await asyncio.sleep(0.05)
+            if not self.gate and any(child.poll() is not None for child in self.children):
+                server.close()
+                if fault("deaf"):
+                    loop.remove_signal_handler(signal.SIGTERM)
+                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                    time.sleep(1e6)
+                break  # exit code 0, as vLLM's
+        for child in self.children:
+            child.kill()
+        os._exit(0)
+
+    def committed(self, epoch: str) -> bool:
+        return get(f"committed/{epoch}/0") == self.size
+
+
+if __name__ == "__main__":
+    asyncio.run(Rank().run())

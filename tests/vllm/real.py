@@ -1,0 +1,208 @@
+"""`healer run` over vLLM 0.33's own servers on this CPU (VLLM_CPU names the environment that chaos/vllm_cpu/make.sh makes), and
+clients that check every token that they get."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from healer.targets.vllm.processes import sessions
+from healer.targets.vllm.records import Part
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = Path(os.environ.get("VLLM_CPU", ""))
+STUB = ROOT / "chaos/vllm_cpu/plugins/stub_worker"
+START_S, HEAL_S = 420.0, 420.0
+POLICY = """\
+apiVersion: healer/v1
+kind: Policy
+metadata: {{name: real}}
+spec:
+  target:
+    kind: vllm
+    runDir: {folder}/run
+    ranks: 2
+    maxRanks: 4
+    executable: {environment}/venv/bin/vllm
+    model: {environment}/tiny-moe
+    experts: 8
+    basePort: {port}
+    args: [--load-format, dummy, --enforce-eager, --max-model-len, "2048", --max-num-seqs, "8", --dtype, bfloat16,
+      --served-model-name, tiny, --kv-cache-memory-bytes, 64M, --enable-expert-parallel, --enable-elastic-ep, --enable-eplb,
+      --elastic-ep-max-dp-size, "4", --eplb-config, '{{"num_redundant_experts": 8, "use_async": false}}',
+      --worker-cls, vllm_stub_worker.StubWorker, --enable-fault-tolerance, --no-enable-prefix-caching]
+    env:
+      PYTHONPATH: {stub}:{environment}/overlay033
+      VLLM_PLUGINS: vllm_stub_worker
+      VLLM_STUB_ALLOW_EPLB: "1"
+      VLLM_STUB_FAULT_DIR: {folder}/faults
+      HF_HUB_OFFLINE: "1"
+      TRANSFORMERS_OFFLINE: "1"
+      VLLM_NO_USAGE_STATS: "1"
+    gateway: {{port: 0}}
+    canary: {{interval: 10s, deadline: 10s}}
+    deadlines: {{start: 7m, scale: 7m, commit: 60s, gate: 20s, retry: 40s, settle: 5s, stall: 20s, drain: 5s, end: 5s}}
+  api: {{port: 0}}
+  sensors: {{nvml: {{enabled: false}}, kernelLog: {{enabled: false}}}}
+  detection: {{heartbeatInterval: 1s, stallAfter: 5s, silentAfter: 15s}}
+  healing:
+    rules: [{{name: any-fault, actions: [replace, human]}}]
+  bounds: {{minRanks: 2, breaker: {{maxDestructive: 100, window: 1m}}, faultBudget: {{failures: 100, window: 1h, quarantine: 1h}}}}
+"""
+
+
+def token(prompt: list[int], position: int) -> int:
+    return 2 + (zlib.crc32(bytes(str(prompt[:4]), "ascii")) + position) % 90
+
+
+class Deployment:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "faults").mkdir()
+        port = 24000 + os.getpid() % 500 * 10
+        text = POLICY.format(folder=folder, environment=ENVIRONMENT, stub=STUB, port=port)
+        self.policy = folder / "policy.yaml"
+        self.policy.write_text(text)
+        self.daemon = self.run()
+
+    def run(self) -> subprocess.Popen[bytes]:
+        with (self.folder / "healer.log").open("ab") as log:
+            command = [sys.executable, "-m", "healer.cli", "run", "--policy", str(self.policy)]
+            return subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
+
+    def ask(self, path: str) -> Any:
+        address = json.loads((self.folder / "run/healer.json").read_text())["http"]
+        return httpx.get(f"{address}{path}", timeout=10.0, trust_env=False).json()
+
+    def status(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, httpx.HTTPError, ValueError):
+            found: dict[str, Any] = self.ask("/status")
+            return found
+        return {"state": "unreachable", "group": {"live": [], "slots": []}}
+
+    def until(self, condition: Callable[[dict[str, Any]], bool], deadline_s: float = HEAL_S) -> dict[str, Any]:
+        end = time.monotonic() + deadline_s
+        while not condition(found := self.status()):
+            log = (self.folder / "healer.log").read_text()[-3000:]
+            assert self.daemon.poll() is None, f"the daemon has ended: {log}"
+            assert time.monotonic() < end, f"not in time: {found.get('why')}; {log}"
+            time.sleep(0.5)
+        return found
+
+    def healthy(self, ranks: int, deadline_s: float = HEAL_S) -> dict[str, Any]:
+        def sound(found: dict[str, Any]) -> bool:
+            group = found["group"]
+            return found["state"] == "ok" and len(group["live"]) == ranks and not group["sequence"]
+
+        return self.until(sound, deadline_s)
+
+    def incarnations(self) -> dict[int, int]:
+        members = [slot["member"] for slot in self.status()["group"]["slots"] if slot["member"]]
+        return {member["slot"]: member["incarnation"] for member in members}
+
+    def pid(self, slot: int, part: Part) -> int:
+        leader = next(s["member"]["pid"] for s in self.status()["group"]["slots"] if s["slot"] == slot)
+        return next(p.pid for p in sessions({leader})[leader] if p.part == part)
+
+    def fault(self, name: str) -> Path:
+        path = self.folder / "faults" / name
+        path.touch()
+        return path
+
+    def scale(self, ranks: int) -> None:
+        command = [sys.executable, "-m", "healer.cli", "scale", str(ranks), "--policy", str(self.policy)]
+        subprocess.run(command, check=True, cwd=ROOT, timeout=60)
+
+    def kill(self, slot: int, part: Part, signum: signal.Signals = signal.SIGKILL) -> int:
+        pid = self.pid(slot, part)
+        os.kill(pid, signum)
+        return pid
+
+    def end(self) -> None:
+        for command in (["stop"],):
+            subprocess.run(
+                [sys.executable, "-m", "healer.cli", *command, "--policy", str(self.policy)],
+                cwd=ROOT,
+                timeout=120,
+                check=False,
+            )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.daemon.wait(60)
+        if self.daemon.poll() is None:
+            self.daemon.kill()
+        state = self.folder / "run/group.json"
+        for rank in json.loads(state.read_text())["ranks"] if state.exists() else ():
+            with contextlib.suppress(OSError):
+                os.killpg(rank["pid"], signal.SIGKILL)
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(json.loads((self.folder / "run/router.json").read_text())["pid"], signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def deployed(folder: Path) -> Iterator[Deployment]:
+    shared = set(Path("/dev/shm").glob("psm_*"))
+    found = Deployment(folder)
+    try:
+        found.healthy(2, START_S)
+        yield found
+    finally:
+        found.end()
+        # killed processes leave their shared memory behind
+        for path in set(Path("/dev/shm").glob("psm_*")) - shared:
+            path.unlink(missing_ok=True)
+
+
+class Clients:
+    """Streams through the router until told to stop; every answer is checked token by token."""
+
+    def __init__(self, url: str, streams: int = 4, tokens: int = 24) -> None:
+        self._url, self._streams, self._tokens = url, streams, tokens
+        self._stop = asyncio.Event()
+        self.right, self.wrong, self.errors = 0, list[Any](), list[str]()
+        self.longest_s = 0.0
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Clients"]:
+        tasks = [asyncio.create_task(self._one(number)) for number in range(self._streams)]
+        try:
+            yield self
+        finally:
+            self._stop.set()
+            await asyncio.gather(*tasks)
+
+    async def _one(self, number: int) -> None:
+        async with httpx.AsyncClient(base_url=self._url, timeout=HEAL_S, trust_env=False) as client:
+            turn = 0
+            while not self._stop.is_set():
+                turn += 1
+                prompt = [2 + number, 3 + turn % 80, 5, 7, 11]
+                began = time.monotonic()
+                body = {"model": "tiny", "prompt": prompt, "max_tokens": self._tokens, "temperature": 0}
+                body |= {"ignore_eos": True, "return_token_ids": True}
+                try:
+                    answer = await client.post("/v1/completions", json=body)
+                    self._check(answer, [token(prompt, len(prompt) + at) for at in range(self._tokens)])
+                except httpx.HTTPError as error:
+                    self.errors.append(repr(error))
+                self.longest_s = max(self.longest_s, time.monotonic() - began)
+                await asyncio.sleep(0.05)
+
+    def _check(self, answer: httpx.Response, expected: list[int]) -> None:
+        if answer.status_code != 200:
+            self.errors.append(f"{answer.status_code}: {answer.text[:200]}")
+            return
+        found = answer.json()["choices"][0]["token_ids"]
+        if found == expected:
+            self.right += 1
+        else:
+            self.wrong.append((found, expected))

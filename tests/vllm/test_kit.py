@@ -1,0 +1,74 @@
+"""The parts of chaos/vllm_cpu that can be run without vLLM."""
+
+import importlib.util
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos.vllm_cpu import model
+from tests.vllm import real
+
+MAKE = real.ROOT / "chaos/vllm_cpu/make.sh"
+
+
+def stub() -> Any:
+    spec = importlib.util.spec_from_file_location("stub_under_test", real.STUB / "vllm_stub_worker.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_a_continued_request_gets_the_tokens_that_an_undisturbed_one_gets() -> None:
+    prompt, token = [7, 8, 9, 10, 11], stub().token
+    whole = [token(prompt, len(prompt) + at) for at in range(8)]
+    first = whole[:3]
+    continued = [token([*prompt, *first], len(prompt) + 3 + at) for at in range(5)]
+    assert [*first, *continued] == whole
+    assert whole == [real.token(prompt, len(prompt) + at) for at in range(8)]
+
+
+def test_a_fault_of_the_exchange_is_met_by_all_ranks_or_by_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_STUB_FAULT_DIR", str(tmp_path))
+    found, met = stub(), list[int]()
+
+    def step(rank: int) -> None:
+        try:
+            found.fault_together(rank, 2)
+        except RuntimeError:
+            met.append(rank)
+
+    step(0)
+    assert met == []
+    (tmp_path / "raise_step_together").touch()
+    step(0)  # the other does not come
+    assert met == []
+    threads = [threading.Thread(target=step, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(met) == [0, 1]
+
+
+def test_the_tiny_model_has_a_tokenizer_of_its_own(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    model.write(tmp_path / "m")
+    text = "two Äpfel"
+    tokenizer = Tokenizer.from_file(str(tmp_path / "m/tokenizer.json"))
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert (tmp_path / "m/config.json").exists()
+
+
+def test_the_recipe_says_how_it_is_called_and_is_sound_shell() -> None:
+    assert subprocess.run(["bash", "-n", MAKE], check=False).returncode == 0
+    done = subprocess.run(["bash", MAKE], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "usage: make.sh DEST" in done.stderr
