@@ -14,14 +14,17 @@ keep to it is in `docs/vllm.md`; nothing here imports vLLM.
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from elastic.controller.records import Event
-from healer.authority import Authority
-from healer.policy.schema import Policy
-from healer.targets import Target
+if TYPE_CHECKING:
+    # each command of the command line loads this package: it must cost nothing
+    from elastic.controller.records import Event
+    from healer.authority import Authority
+    from healer.policy.schema import Policy
+    from healer.targets import Target
 
 
-def make_target(policy: Policy, on_event: Callable[[Event], None], authority: Authority) -> Target:
+def make_target(policy: "Policy", on_event: "Callable[[Event], None]", authority: "Authority") -> "Target":
     """Raises ElasticError where the policy's arguments contradict healer's own."""
     from healer.policy.schema import VllmTarget
 
