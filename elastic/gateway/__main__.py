@@ -1,14 +1,10 @@
 """`python -m elastic.gateway`: exit code 0 after SIGTERM, 1 with one line when it cannot start, 2 for wrong usage."""
 
 import argparse
-import asyncio
-import signal
 import sys
 from collections.abc import Callable
 
-import structlog
-
-from elastic.errors import ElasticError
+from elastic.front import run_to_exit_code, stop_event
 from elastic.gateway.server import Options, serve
 
 
@@ -61,31 +57,13 @@ def parse_options(argv: list[str] | None = None) -> Options:
 
 
 async def _serve(options: Options) -> None:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
+    stop = stop_event()
     await serve(options, stop=stop)
 
 
 def main() -> int:
     options = parse_options()
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(20),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
-    try:
-        asyncio.run(_serve(options))
-    except ElasticError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return run_to_exit_code(lambda: _serve(options))
 
 
 if __name__ == "__main__":

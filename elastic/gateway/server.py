@@ -5,22 +5,17 @@ by a killed one never stands in the way.
 """
 
 import asyncio
-import contextlib
-import errno
-import fcntl
 import os
 import random
 import socket
-from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import msgspec
 import structlog
-import uvicorn
 
 from elastic import process
 from elastic.config import read_model_shape
-from elastic.errors import ElasticError
+from elastic.front import Server, claimed, listen, url_of
 from elastic.gateway.api import create_app
 from elastic.gateway.completions import Service
 from elastic.gateway.control import ControlServer
@@ -31,10 +26,7 @@ from elastic.paths import gateway_path, gateway_socket, write_json
 
 log = structlog.get_logger("elastic.gateway")
 
-CLOSE_DEADLINE_S = 2
-"""For connections that have nothing more to say."""
-
-BACKLOG = 1024
+PORT_HINT = "choose another with --port (in a policy: spec.target.gateway.port)"
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,66 +53,6 @@ class Announcement(msgspec.Struct, frozen=True):
     """Base URL."""
 
 
-class _Server(uvicorn.Server):
-    """Signals are ours: uvicorn would stop listening at once, and clients would see refused connections, not 503."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
-@contextlib.contextmanager
-def _claim(run_dir: Path) -> Iterator[None]:
-    path = run_dir / "gateway.lock"
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = path.open("w")
-    except OSError as error:
-        raise ElasticError(f"{path}: cannot be written: {error.strerror}") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ElasticError(f"{run_dir}: another gateway runs here; gateway.json there names it") from None
-        yield
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound TCP socket; port 0 picks a free one. Raises ElasticError saying what is wrong with the address."""
-    if not 0 <= port <= 65535:
-        raise ElasticError(f"cannot listen on {host}:{port}: a port is 0 to 65535")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
-        )[0]
-        # with the protocol named: asyncio turns Nagle's algorithm off only on sockets that say they are TCP, and each
-        # answer would wait 40 ms for the client's delayed acknowledgement
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ElasticError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        hint = (
-            "; choose another with --port (in a policy: spec.target.gateway.port), or 0 for a free one"
-            if error.errno == errno.EADDRINUSE
-            else ""
-        )
-        raise ElasticError(f"cannot listen on {host}:{port}: {error.strerror or error}{hint}") from error
-    return listener
-
-
 async def serve(options: Options, *, stop: asyncio.Event, ready: asyncio.Event | None = None) -> None:
     """Run until `stop` is set. `ready` is set once `gateway.json` is written. Raises ElasticError for whatever keeps it
     from starting."""
@@ -129,7 +61,8 @@ async def serve(options: Options, *, stop: asyncio.Event, ready: asyncio.Event |
         shape = msgspec.structs.replace(shape, max_position=min(shape.max_position, options.max_model_len))
     tokenizer, eos_ids = load_tokenizer(options.checkpoint), read_eos_ids(options.checkpoint)
     run_dir = Path(options.run_dir)
-    with _claim(run_dir), listen(options.host, options.port) as listener:
+    taken = f"{run_dir}: another gateway runs here; gateway.json there names it"
+    with claimed(run_dir / "gateway.lock", taken), listen(options.host, options.port, PORT_HINT) as listener:
         metrics = GatewayMetrics()
         dispatcher = Dispatcher(
             options.group,
@@ -165,22 +98,13 @@ async def _run(
     stop: asyncio.Event,
     ready: asyncio.Event | None,
 ) -> None:
-    server = _Server(
-        uvicorn.Config(
-            create_app(service),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=CLOSE_DEADLINE_S,
-        )
-    )
+    server = Server(create_app(service))
     async with asyncio.TaskGroup() as tasks:
         links = tasks.create_task(service.dispatcher.run(), name="dispatcher")
         await control.start()
         http = tasks.create_task(server.serve(sockets=[listener]), name="http")
         await server.listening.wait()
-        host, port = listener.getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        url = url_of(listener)
         pid = os.getpid()
         write_json(gateway_path(Path(options.run_dir)), Announcement(pid, process.start_time(pid), url))
         log.info("gateway_listens", http=url, group=options.group, model=options.model)

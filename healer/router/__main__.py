@@ -9,9 +9,7 @@ from pathlib import Path
 # before the imports that take long: until the loop listens to it, the signal that says "read the file" would end the process
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
-import structlog  # noqa: E402
-
-from elastic.errors import ElasticError  # noqa: E402
+from elastic.front import run_to_exit_code, stop_event  # noqa: E402
 from healer.router.server import Router  # noqa: E402
 
 
@@ -29,9 +27,7 @@ def parse_path(argv: list[str] | None = None) -> Path:
 
 
 async def _serve(router: Router) -> None:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
+    stop = stop_event()
     ready = asyncio.Event()
     reload = asyncio.create_task(_reload_when(router, ready), name="signals")
     try:
@@ -49,23 +45,7 @@ async def _reload_when(router: Router, ready: asyncio.Event) -> None:
 
 def main() -> int:
     path = parse_path()
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(20),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
-    try:
-        asyncio.run(_serve(Router(path)))
-    except ElasticError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return run_to_exit_code(lambda: _serve(Router(path)))
 
 
 if __name__ == "__main__":

@@ -4,19 +4,15 @@ A second router for the same file is refused by a lock that the kernel drops wit
 """
 
 import asyncio
-import contextlib
-import errno
-import fcntl
 import os
 import socket
-from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import structlog
-import uvicorn
 
 from elastic import process
 from elastic.errors import ElasticError
+from elastic.front import Server, claimed, listen, url_of
 from elastic.paths import write_json
 from healer.router.app import create_app
 from healer.router.config import RouterConfig, check_update, read_config
@@ -26,65 +22,7 @@ from healer.router.pool import Pool
 
 log = structlog.get_logger("healer.router")
 
-CLOSE_DEADLINE_S = 2
-"""For connections that have nothing more to say."""
-BACKLOG = 2048
-
-
-class _Server(uvicorn.Server):
-    """Signals are ours: uvicorn would stop listening at once, and clients would see refused connections, not 503."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
-@contextlib.contextmanager
-def _claim(path: Path) -> Iterator[None]:
-    lock_path = path.with_name(f"{path.name}.lock")
-    try:
-        lock = lock_path.open("w")
-    except OSError as error:
-        raise ElasticError(f"{lock_path}: cannot be written: {error.strerror}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ElasticError(f"{path}: another router runs with this file") from None
-        yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
-        )[0]
-        # with the protocol named: asyncio turns Nagle's algorithm off only on sockets that say they are TCP
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ElasticError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        hint = "; name another port in the file, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""
-        raise ElasticError(f"cannot listen on {host}:{port}: {error.strerror or error}{hint}") from None
-    return listener
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+PORT_HINT = "name another port in the file"
 
 
 class Router:
@@ -137,8 +75,12 @@ class Router:
         """Run until `stop` is set; `ready` is set once the announcement is written. Raises ElasticError for whatever keeps
         it from starting."""
         config = self._config
-        with _claim(self._path), _listen(config.host, config.port) as listener:
-            self._url = _url(listener)
+        lock, taken = (
+            self._path.with_name(f"{self._path.name}.lock"),
+            f"{self._path}: another router runs with this file",
+        )
+        with claimed(lock, taken), listen(config.host, config.port, PORT_HINT) as listener:
+            self._url = url_of(listener)
             # once before anything runs: where it cannot be written the router does not start
             self._say()
             try:
@@ -148,15 +90,7 @@ class Router:
 
     async def _serve(self, listener: socket.socket, stop: asyncio.Event, ready: asyncio.Event | None) -> None:
         pool = self._pool
-        server = _Server(
-            uvicorn.Config(
-                create_app(pool),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=CLOSE_DEADLINE_S,
-            )
-        )
+        server = Server(create_app(pool))
         pool.on_change = lambda: self._lists.update(self._config.files, pool.ranks)
         async with asyncio.TaskGroup() as tasks:
             started = asyncio.Event()

@@ -16,7 +16,7 @@ import pytest
 from elastic import process
 from elastic.channel import Channel
 from elastic.errors import NeedsReplan
-from elastic.gateway.server import listen
+from elastic.front import listen
 from elastic.protocol import GatewayQuery, GatewayStatus, Hello, Query, Route, Routes, encode
 from tests.gateway import gateway_fakes as fakes
 from tests.gateway.gateway_fakes import GROUP, right_answer, until
@@ -187,7 +187,7 @@ async def test_new_controller_takes_over_while_the_old_one_hangs(gateway) -> Non
 
 def test_first_token_does_not_wait_for_a_delayed_acknowledgement() -> None:
     """The event loop sends small packets at once only on a socket that says it is TCP."""
-    with listen("127.0.0.1", 0) as listener:
+    with listen("127.0.0.1", 0, "") as listener:
         assert listener.proto == socket.IPPROTO_TCP
 
 
