@@ -227,6 +227,9 @@ class _GroupCollector:
             ("elastic_uncovered_experts", "(layer, expert) pairs without a live copy.", status.uncovered),
         ):  # fmt: skip
             yield GaugeMetricFamily(name, text, value=value)
+        if status.losses_without_load is not None:
+            text = "Ranks that can be lost, whichever, with every expert still live on another: covering loads nothing."
+            yield GaugeMetricFamily("healer_redundancy_losses", text, value=status.losses_without_load)
         gauges = {
             "waiting": GaugeMetricFamily(
                 "elastic_waiting_requests", "Requests that wait for a place.", labels=["slot"]

@@ -11,7 +11,7 @@ import msgspec
 from elastic.config import GroupConfig, ModelShape
 from elastic.controller.link import RankLink
 from elastic.errors import ElasticError, NeedsReplan, Retryable, Unreachable
-from elastic.placement import HOLE, Move, Placement, Plan
+from elastic.placement import HOLE, Move, Placement, Plan, losses_without_load
 from elastic.placement.maps import Row
 from elastic.protocol import Commit, Committed, Done, Late, Parked, Peer, Resume, StopAt
 from elastic.view import View
@@ -52,6 +52,8 @@ class Group:
         """Orders of a sequence are out that only a full commit takes back."""
         self._misses: Counter[int] = Counter()
         self._held: Placement | None = None
+        self._counted: tuple[View | None, int] = (None, 0)
+        """The last view whose redundancy was asked for, and the answer."""
 
     def empty_placement(self) -> Placement:
         row: Row = (HOLE,) * (self.config.max_ranks * self.config.slots_per_rank)
@@ -79,6 +81,14 @@ class Group:
     @property
     def live(self) -> tuple[int, ...]:
         return self.view.live if self.view else ()
+
+    @property
+    def losses_without_load(self) -> int:
+        """As `elastic.placement.losses_without_load`; 0 without a view. Counted once for each view."""
+        view = self.view
+        if view is not None and self._counted[0] is not view:
+            self._counted = (view, losses_without_load(view.placement, view.live))
+        return self._counted[1] if view is not None else 0
 
     async def each(self, calls: Mapping[int, Coroutine[Any, Any, T]]) -> dict[int, T]:
         """Run one call per slot at once and wait for all. Of several failures the one that says most is raised: a rank

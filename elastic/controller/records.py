@@ -172,6 +172,9 @@ class GroupStatus(msgspec.Struct, frozen=True):
     losses_survivable: int
     """How many more ranks, whichever they are, can be lost with a slot left for every expert."""
     slots: tuple[SlotStatus, ...]
+    losses_without_load: int | None = None
+    """How many more can be lost with every expert still on a live rank, so that covering them loads nothing; None where the
+    target does not know its placement."""
     gateway: str = ""
     """Why clients are not served although the ranks may be: no gateway, or one that does not answer; empty: it answers."""
     spares: tuple[SpareState, ...] = ()

@@ -38,6 +38,7 @@ def group_status(
         losses_survivable=losses_survivable(
             experts=group.model.experts, slots_per_rank=config.slots_per_rank, live=len(group.live)
         ),
+        losses_without_load=group.losses_without_load,
         slots=tuple(_slot_status(s, group, boots, lost) for s in range(config.max_ranks)),
         gateway=gateway,
         spares=spares.status(),

@@ -71,6 +71,8 @@ async def test_with_two_copies_of_each_expert_a_loss_moves_no_bytes(
     deployment = Deployment(checkpoint, target={"redundantExperts": 16})
     try:
         reports = await heal(deployment, prompts, expected)
+        group = (await deployment.get("/status"))["group"]
+        assert group["losses_without_load"] == 1, "and of the healed group one more rank may go"
     finally:
         deployment.end()
     assert reports["loss"]["loaded"] == {}

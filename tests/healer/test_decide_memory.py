@@ -31,7 +31,7 @@ from healer.policy.memory import (
     recall,
 )
 from healer.policy.reasons import document
-from healer.policy.redundancy import losses_without_load
+from elastic.placement import losses_without_load
 from healer.policy.schema import Policy
 from tests.healer.support import POLICY, FakeClock, rank
 

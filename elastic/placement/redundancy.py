@@ -10,7 +10,7 @@ def losses_without_load(placement: Placement, live: Collection[int]) -> int:
     needs no byte. Computed from the map: the fewest ranks that hold one expert of one layer, less one; 0 where an expert has
     one copy or none. Time grows with layers x physical slots.
 
-    Losses with room for every expert, some of which are then loaded, are `elastic.placement.losses_survivable`.
+    Losses with room for every expert, some of which are then loaded, are `losses_survivable`.
     """
     alive = set(live)
     fewest = len(alive)
