@@ -18,7 +18,7 @@ from elastic.config import GroupConfig
 from elastic.controller.executor import Executor, end_group
 from elastic.controller.records import BootFailed, Event, RankGone, SequenceEnded, SequenceReport, SpareState
 from elastic.launch.base import Launched
-from elastic.launch.local import LocalLauncher
+from elastic.paths import log_path
 from elastic.rank.spare import slots_of_gpu
 from elastic.view import Member
 
@@ -128,7 +128,7 @@ async def test_a_spare_takes_the_place_of_a_dead_rank_and_another_takes_its_own(
             assert await owner.answers() == want
         assert owner.refills() == [True, True]
         # what it says now goes where the rank's words are looked for
-        log = LocalLauncher(owner.executor.config).last_words("rank-2.2")
+        log = log_path(owner.executor.config.root, "rank-2.2").read_text()
         assert f"pid {owner.member(2).pid}" in log
 
 
