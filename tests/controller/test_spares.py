@@ -18,6 +18,7 @@ from elastic.config import GroupConfig
 from elastic.controller.executor import Executor, end_group
 from elastic.controller.records import BootFailed, Event, RankGone, SequenceEnded, SequenceReport, SpareState
 from elastic.launch.base import Launched
+from elastic.launch.local import LocalLauncher
 from elastic.paths import log_path
 from elastic.rank.spare import slots_of_gpu
 from elastic.view import Member
