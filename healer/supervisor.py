@@ -329,6 +329,9 @@ class Supervisor:
             self._log.say("error", "policy.rejected", why=found)
         elif found is not None:
             self._adopt(found)
+        if found is not None:
+            # nothing else may happen for long that would write it down
+            self.journal.flush()
 
     def _adopt(self, policy: Policy) -> None:
         """All at once, between two rounds."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 PLACES = {
-    "elastic.rank.copies": [("copy", "Copier", "run")],
+    "elastic.rank.copies": [("copy", "Copier", "queue")],
     "elastic.rank.comm.cpu": [
         ("step", "CpuEpBackend", "end_step"),
         ("connect", "CpuEpBackend", "connect"),
