@@ -1,13 +1,19 @@
 """Processes by pid and start time, so that a recycled pid is never taken for ours; read from /proc (Linux)."""
 
 import os
+import shutil
 import signal
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 GONE = "X"
 """No such process, or one whose main thread is exiting (PF_EXITING) and can never return."""
 
 _PF_EXITING = 0x4
+
+FIRST_NICE = -10
+"""Of a daemon that must get a core at once: on two busy cores a woken thread waited up to 7 ms for one."""
 
 
 def stat(pid: int) -> tuple[str, int] | None:
@@ -54,4 +60,22 @@ def send_signal(pid: int, pid_start: int, signum: signal.Signals) -> bool:
         return False
     finally:
         os.close(fd)
+    return True
+
+
+def ordinary(command: Sequence[str]) -> list[str]:
+    """The command, to be started at ordinary priority: a child inherits the nice value of who starts it, and the daemon's own
+    threads go before the processes that it watches."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    # what cannot be started must fail as it is, and not as an error of `nice`
+    known = own < 0 and shutil.which("nice") and shutil.which(command[0])
+    return ["nice", "-n", str(-own), *command] if known else [*command]
+
+
+def go_first() -> bool:
+    """Have this thread, and those that it will start, run before ordinary ones. False where the user may not."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), FIRST_NICE)
+    except PermissionError:
+        return False
     return True

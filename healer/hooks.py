@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from elastic import process
 from healer.policy.schema import Hook
 
 OUTPUT_CHARS = 2000
@@ -111,7 +112,7 @@ async def _exec(hook: Hook, facts: HookFacts, secrets: list[str]) -> tuple[bool,
     told = {f"HEALER_{name.upper()}": str(value) for name, value in msgspec.structs.asdict(facts).items()}
     kept = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     child = await asyncio.create_subprocess_exec(
-        *hook.command,
+        *process.ordinary(hook.command),
         env={**kept, **hook.env, **_read(hook.env_files, secrets), **told},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,

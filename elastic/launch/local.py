@@ -58,7 +58,7 @@ class LocalLauncher:
         if self._config.on_gpu:
             arguments += ["--dtype", "bfloat16"]
         builder = await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            *process.ordinary([sys.executable, *arguments]), stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         try:
             async with asyncio.timeout(deadline_s):
@@ -129,7 +129,7 @@ class LocalLauncher:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as log:
                 child = subprocess.Popen(
-                    [sys.executable, "-m", *arguments],
+                    process.ordinary([sys.executable, "-m", *arguments]),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

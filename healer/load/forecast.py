@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from elastic import process
 from healer.clock import Clock
 
 POINTS = 96
@@ -124,7 +125,7 @@ class Forecaster:
         steps = math.ceil(horizon_s / history.step_s) + POINTS // 8
         task = json.dumps({"points": history.points, "season": POINTS, "steps": steps}).encode()
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "healer.load.forecast",
+            *process.ordinary([sys.executable, "-m", "healer.load.forecast"]),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         try:

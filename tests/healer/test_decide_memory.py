@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.placement import initial
+from elastic.placement import initial, losses_without_load
 from elastic.placement.maps import HOLE, Placement
 from healer.actions import NOTE, recalled
 from healer.diagnosis import Cause
@@ -31,7 +31,6 @@ from healer.policy.memory import (
     recall,
 )
 from healer.policy.reasons import document
-from elastic.placement import losses_without_load
 from healer.policy.schema import Policy
 from tests.healer.support import POLICY, FakeClock, rank
 

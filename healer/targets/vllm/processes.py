@@ -91,7 +91,7 @@ class Processes:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as log:
                 child = subprocess.Popen(
-                    list(command),
+                    process.ordinary(command),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
