@@ -25,7 +25,7 @@ class Exit(IntEnum):
 
 _EPILOG = (
     "Exit codes: 0 all is well; 1 an error, told in one message; 2 wrong usage; 3 from `status`: the group is not "
-    "as it should be, from `scan`: this host is not known to be healthy; 4 from `run`: the lease was lost, start it again. "
+    "as it should be, from `scan`: this host is not known to be healthy; 4 from `run`: the lease was lost, start it again; 130 after Ctrl-C. "
     "Example: healer run --policy policies/default.yaml"
 )
 
