@@ -97,6 +97,35 @@ class What(StrEnum):
     CLOCK_JUMP = "clock-jump"  # seconds by which the wall clock moved against the monotonic one
 
 
+TEXT = frozenset(
+    {
+        What.LIFELINE_CUT,
+        What.SOCKET_CLOSED,
+        What.PIDFD_FIRED,
+        What.PROCESS_STATE,
+        What.PEER_FAULT,
+        What.POISON,
+        What.FABRIC_FAILED,
+        What.PCIE_DEGRADED,
+        What.PCIE_AER,
+        What.THROTTLED,
+        What.SENSOR_BLIND,
+    }
+)
+"""Their values are words."""
+EITHER = frozenset({What.GPU_LOST, What.ECC_CORRECTABLE, What.NVLINK_ERRORS, What.KERNEL_LOG_LOST, What.RESET_REQUIRED})
+LARGEST = 1e18
+
+
+def wrong_value(what: What, value: str | int | float) -> str:
+    """What is wrong with a value that came from outside, such as a file; empty: nothing. Diagnosis relies on it."""
+    if isinstance(value, str):
+        return "" if what in TEXT or what in EITHER else f"{what}: {value[:40]!r} is not valid, expected a number"
+    if what in TEXT:
+        return f"{what}: {str(value)[:40]} is not valid, expected a text"
+    return "" if -LARGEST <= value <= LARGEST else f"{what}: {str(value)[:40]} is not valid, expected a sensible number"
+
+
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     """The sensor."""

@@ -16,7 +16,7 @@ import msgspec
 from elastic.errors import ElasticError
 from healer import __version__
 from healer.diagnosis import Hardware, Limits
-from healer.evidence import Evidence, GpuRef, HostRef, RankRef
+from healer.evidence import Evidence, GpuRef, HostRef, RankRef, wrong_value
 
 T = TypeVar("T")
 
@@ -116,7 +116,14 @@ class Trace:
             for number, text in enumerate(file, 1):
                 if number == 1 or not text.strip() or not text.endswith(b"\n"):
                     continue
-                yield self._decode(_line, text, number, 'a line of evidence, or of a view, such as {"line": "view", …}')
+                line = self._decode(
+                    _line, text, number, 'a line of evidence, or of a view, such as {"line": "view", …}'
+                )
+                if isinstance(line, EvidenceLine):
+                    found = line.evidence
+                    if wrong := wrong_value(found.what, found.value):
+                        raise TraceError(f"{self.path}:{number}: {wrong}")
+                yield line
 
     def _decode(self, decoder: "msgspec.json.Decoder[T]", text: bytes, number: int, expected: str) -> T:
         try:

@@ -161,3 +161,13 @@ def test_a_file_that_is_no_trace_is_one_clear_error(tmp_path: Path) -> None:
         done = diagnose(str(place))
         assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
         assert why in done.stderr
+
+
+@pytest.mark.parametrize("value", ['"notanumber"', "1" + "0" * 400, "1e300"])
+def test_evidence_whose_value_cannot_be_is_an_error_with_its_line(tmp_path: Path, value: str) -> None:
+    text = (Path(__file__).parent / "traces" / "xid-31.jsonl").read_text()
+    bad = re.sub(r'("what":"xid","value":)31', rf"\g<1>{value}", text)
+    assert bad != text
+    (tmp_path / "trace.jsonl").write_text(bad)
+    with pytest.raises(TraceError, match=r"trace\.jsonl:\d+: "):
+        list(Trace(tmp_path / "trace.jsonl"))
