@@ -74,6 +74,8 @@ def _parse(event: str) -> dict[str, str]:
         key, equals, value = part.partition("=")
         if not equals or not key.strip() or not value.strip():
             raise EventError(f"--event: {part!r} is not valid, expected key=value, such as cause=process-death")
+        if key.strip() in found:
+            raise EventError(f"--event: {key.strip()} is there twice, expected it once")
         found[key.strip()] = value.strip()
     if not found:
         raise EventError("--event: is empty, expected key=value pairs, such as cause=process-death,slot=1")
@@ -166,12 +168,20 @@ def _level(given: Mapping[str, str], name: str) -> Level:
 
 N = TypeVar("N", int, float)
 
+LARGEST = 1e15
+
 
 def _number(given: Mapping[str, str], key: str, default: N, kind: Callable[[str], N]) -> N:
+    if key not in given:
+        return default
     try:
-        return kind(given[key]) if key in given else default
+        number = kind(given[key])
     except ValueError:
-        raise EventError(f"--event: {key}={given[key]} is not valid, expected a number") from None
+        number = kind(-1)
+    # nothing that is told of has a negative count, and no signal is endless
+    if not 0 <= number <= LARGEST:
+        raise EventError(f"--event: {key}={given[key][:40]} is not valid, expected a number from 0 on") from None
+    return number
 
 
 def _one_of(given: Mapping[str, str], key: str, kind: type[E], default: E) -> E:
