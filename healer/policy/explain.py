@@ -177,7 +177,7 @@ def _number(given: Mapping[str, str], key: str, default: N, kind: Callable[[str]
     try:
         number = kind(given[key])
     except ValueError:
-        number = kind(-1)
+        number = kind("-1")
     # nothing that is told of has a negative count, and no signal is endless
     if not 0 <= number <= LARGEST:
         raise EventError(f"--event: {key}={given[key][:40]} is not valid, expected a number from 0 on") from None
