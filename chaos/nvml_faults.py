@@ -65,7 +65,7 @@ def fake_nvml_command(
 ) -> None:
     """Build a stand-in for NVML with healthy GPUs, and say how to use it.
 
-    Example: healer-chaos fake-nvml /tmp/gpus --gpus 4
+    Example: healer-chaos fake-nvml gpus --gpus 4
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def inject_nvml_command(
 ) -> None:
     """Play a GPU fault through the stand-in for NVML.
 
-    Example: healer-chaos inject nvml recovery-action --value 1 --gpu 3 --script /tmp/gpus/script
+    Example: healer-chaos inject nvml recovery-action --value 1 --gpu 3 --script gpus/script
     """
     if fault not in FAULTS:
         raise typer.BadParameter(f"{fault!r} is none of {', '.join(FAULTS)}")
