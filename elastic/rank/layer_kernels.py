@@ -1,6 +1,6 @@
 """Triton kernels for what a decoder layer does beside its products: norms, rotation, KV cache, attention, routing.
 
-A decode step is bound by how many kernels it runs, not by their arithmetic: in torch these parts are about thirty kernels a
+A decode step is bound by how many kernels it runs, not by their arithmetic: in torch these parts are many small kernels a
 layer, here they are five. As in `kernels`, a row's bits never depend on its batch: a program belongs to one row (and
 head), its blocks have fixed sizes, and attention goes over the positions in ascending order up to the row's own. Memory is
 read in place; sums and rotations are float32, rounded once.

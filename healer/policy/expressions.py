@@ -32,6 +32,9 @@ HEALING_VARIABLES: Mapping[str, tuple[object, str]] = {
 """What `match.when` may name: an example, and what it is."""
 
 MACRO_NAMES = re.compile(r"\.(?:all|exists|exists_one|map|filter)\(\s*([A-Za-z_]\w*)\s*,")
+LOOP = re.compile(r"\.\s*(?:all|exists|exists_one|map|filter)\s*\(")
+MAX_CHARS, MAX_LOOPS = 2000, 2
+"""The library has no limit of cost: ten loops within one another would hold up the daemon for ever."""
 _AT = re.compile(r"ERROR: <input>:(\d+):(\d+): (?:Syntax error: )?(.*)")
 
 
@@ -55,6 +58,12 @@ class Condition:
         import cel
 
         self.text = text
+        if len(text) > MAX_CHARS:
+            raise ExpressionError(f"{_short(text)} has {len(text)} characters, expected at most {MAX_CHARS}")
+        loops = [found.start() for found in LOOP.finditer(text)]
+        if len(loops) > MAX_LOOPS:
+            words = f"{len(loops)} loops (all, exists, exists_one, map, filter), expected at most {MAX_LOOPS}"
+            raise ExpressionError(f"{_short(text)} has {words}", loops[MAX_LOOPS] + 1)
         try:
             self._program = cel.compile(text)
         except Exception as error:

@@ -247,3 +247,12 @@ def test_a_rule_below_a_narrower_one_is_reached(first: str) -> None:
 
 def test_a_minimal_policy_is_without_warnings() -> None:
     assert warned("") == []
+
+
+def test_a_condition_that_would_take_for_ever_is_refused_and_not_tried() -> None:
+    loops = "true"
+    for variable in "abcdefghij":
+        loops = f"[1,2,3,4,5,6,7,8,9,10].all({variable}, {loops})"
+    rule = f'  healing: {{rules: [{{name: r, match: {{when: "{loops}"}}, actions: [human]}}]}}\n'
+    with pytest.raises(PolicyError, match=r"10 loops.*expected at most 2"):
+        parse_policy(POLICY + rule, name="policy.yaml", base=Path("."))
