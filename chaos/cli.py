@@ -13,6 +13,7 @@ import msgspec
 import typer
 
 from chaos import inject, nvml_faults
+from chaos.report import cli as report_cli
 from elastic.errors import ElasticError, Retryable
 
 REFUSED = 1
@@ -26,6 +27,7 @@ inject_app = typer.Typer(
 )
 app.add_typer(inject_app, name="inject")
 inject_app.command("nvml")(nvml_faults.inject_nvml_command)
+app.command("report")(report_cli.report)
 app.command("fake-nvml")(nvml_faults.fake_nvml_command)
 
 Slots = Annotated[list[int], typer.Option("--slot", min=0, help="Slot of the rank; may be given more than once.")]
