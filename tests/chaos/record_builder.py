@@ -25,7 +25,7 @@ from chaos.records import (
     tokens_hash,
 )
 from elastic.controller.records import Phase, SequenceReport
-from elastic.flight import Boot, Stepped
+from elastic.flight import Boot, StepLine, Stepped
 from elastic.view import Member
 
 MACHINE = Machine(cpu="a CPU", cores=2, memory_gb=23.0, kernel="6.1", load=(0.5, 0.4, 0.3))
@@ -109,8 +109,8 @@ def request(
     return msgspec.structs.replace(made, **changes)
 
 
-def steps(slot: int, until: float, died: float | None = None, reborn: float | None = None) -> list[Boot | Stepped]:
-    lines: list[Boot | Stepped] = []
+def steps(slot: int, until: float, died: float | None = None, reborn: float | None = None) -> list[StepLine]:
+    lines: list[StepLine] = []
     at, incarnation, round_number = BEGAN, 1, 0
     lines.append(Boot(slot=slot, incarnation=1, pid=100 + slot, at=BEGAN - 5, capacity=4, slots_per_rank=8))
     while at < until:
@@ -149,7 +149,7 @@ def write_run(
     requests: tuple[Request, ...] | None = None,
     verdict: Verdict = "passed",
     why: str = "",
-    steps_of: dict[int, list[Boot | Stepped]] | None = None,
+    steps_of: dict[int, list[StepLine]] | None = None,
     restart_s: tuple[float, ...] = (11.0, 12.0, 13.0),
     seed: int = 7,
     tags: tuple[str, ...] = (),

@@ -1,0 +1,101 @@
+"""Invariants 2, 3, 4 and 7 by the ranks' own steps."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+
+from chaos import records
+from chaos.invariants.violation import Violation
+from chaos.report.source import RunData
+from elastic.flight import Boot, Emission, StepLine, Stepped, Viewed
+
+
+@dataclass
+class Stretch:
+    """Committed steps of one incarnation under one epoch, all in a row. Times as in the records."""
+
+    slot: int
+    incarnation: int
+    epoch: int
+    first_round: int
+    last_round: int
+    began: float
+    ended: float
+
+
+def check(data: RunData) -> Iterator[Violation]:
+    stretches: list[Stretch] = []
+    for slot, path in records.step_files(data.path).items():
+        yield from _rank(slot, records.lines(path, StepLine), stretches)
+    yield from _together(stretches)
+
+
+def _rank(slot: int, lines: Iterator[StepLine], stretches: list[Stretch]) -> Iterator[Violation]:
+    """One rank by itself; adds its stretches."""
+    view: Viewed | None = None
+    first: Stepped | None = None
+    step: Stepped | None = None
+    base = 0
+    previous: StepLine | None = None
+    for line in lines:
+        where = f"slot {slot}.{getattr(line, 'incarnation', 0)}, at {line.at:.3f}"
+        match line:
+            case Boot():
+                view = first = step = None
+                base = 0
+            case Viewed():
+                if view is not None and line.epoch < view.epoch:
+                    yield Violation(7, where, f"went back from epoch {view.epoch} to {line.epoch}")
+                if line.base <= base:
+                    yield Violation(7, where, f"numbers dispatches from {line.base} again, it was at {base}")
+                view, base = line, line.base
+            case Stepped(committed=True):
+                yield from _committed(where, line, view, first)
+                if step is not None and line.round <= step.round and line.epoch == step.epoch:
+                    yield Violation(4, where, f"committed round {line.round} after round {step.round}")
+                first, step = first or line, line
+                _extend(stretches, slot, line)
+            case Emission():
+                if not (isinstance(previous, Stepped) and previous.committed and previous.round == line.round):
+                    yield Violation(4, where, f"emitted tokens of round {line.round} that did not follow its commit")
+        previous = line
+
+
+def _committed(where: str, step: Stepped, view: Viewed | None, first: Stepped | None) -> Iterator[Violation]:
+    if step.masked:
+        yield Violation(4, where, f"committed round {step.round} while slots {step.masked} were masked")
+    if view is None or step.epoch != view.epoch:
+        known = view.epoch if view else "none"
+        yield Violation(2, where, f"committed a step of epoch {step.epoch}, the view that it took over is {known}")
+    elif step.placement_hash != view.placement_hash:
+        yield Violation(2, where, f"stepped by map {step.placement_hash[:8]}, took over {view.placement_hash[:8]}")
+    elif step.table_hash and step.table_hash != view.table_hash:
+        yield Violation(2, where, f"the route table changed between commits: round {step.round}")
+    if first is not None and step.captures != first.captures:
+        yield Violation(3, where, f"captured graphs while it served: {first.captures}, then {step.captures}")
+    if first is not None and step.address_hash != first.address_hash:
+        yield Violation(3, where, "the address of a graph-facing tensor changed while it served")
+
+
+def _extend(stretches: list[Stretch], slot: int, step: Stepped) -> None:
+    last = stretches[-1] if stretches else None
+    same = last and (last.slot, last.incarnation, last.epoch) == (slot, step.incarnation, step.epoch)
+    if last and same:
+        last.last_round, last.ended = step.round, step.at
+    else:
+        stretches.append(Stretch(slot, step.incarnation, step.epoch, step.round, step.round, step.began, step.at))
+
+
+def _together(stretches: list[Stretch]) -> Iterator[Violation]:
+    """A step of a later epoch begins on no rank before the last one of an earlier epoch has ended on every rank."""
+    for one, other in combinations(stretches, 2):
+        if one.slot == other.slot or one.epoch == other.epoch:
+            continue
+        early, late = (one, other) if one.epoch < other.epoch else (other, one)
+        if late.began < early.ended:
+            yield Violation(
+                2,
+                f"slots {early.slot} and {late.slot}",
+                f"round {late.first_round} of epoch {late.epoch} began on slot {late.slot} {early.ended - late.began:.4f} s "
+                f"before round {early.last_round} of epoch {early.epoch} had ended on slot {early.slot}",
+            )
