@@ -40,6 +40,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Target sizes."""
     changes: int
     reversals: int
+    """Changes of size in the other direction than the one before, over the whole run."""
+    reversals_by_peak: dict[str, int]
+    """See `chaos.closed_loop.reversals_by_peak`."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +65,7 @@ class Loop(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[Run, ...]
 
 
-_HEAD = ("Run", "Requests", "TTFT p50", "TTFT p95", "Rank-seconds", "Sizes", "Changes", "Reversals")
+_HEAD = ("Run", "Requests", "TTFT p50", "TTFT p95", "Rank-seconds", "Sizes", "Changes", "Reversals by peak")
 
 
 def _rows(loop: Loop) -> list[tuple[str, ...]]:
@@ -75,7 +78,7 @@ def _rows(loop: Loop) -> list[tuple[str, ...]]:
             f"{s.rank_seconds:.0f}",
             f"{s.smallest} to {s.largest}",
             str(s.changes),
-            str(s.reversals),
+            ", ".join(f"{peak} {times}" for peak, times in s.reversals_by_peak.items()),
         )
         for run in loop.runs
         for s in [run.summary]
@@ -106,6 +109,9 @@ def write_markdown(loop: Loop, out: Path) -> None:
         "| " + " | ".join(_HEAD) + " |",
         "|---|" + "---:|" * (len(_HEAD) - 1),
         *("| " + " | ".join(row) + " |" for row in _rows(loop)),
+        "",
+        "A reversal is a turn of the size from growing to shrinking: each peak of the load that the size follows has one. A turn "
+        "that comes late falls into the next peak's time; more turns than peaks so far are flapping, and a problem.",
         "",
         "95th percentile of the time to the first token, by part of the run:",
         "",

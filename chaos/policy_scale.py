@@ -1,7 +1,8 @@
-"""What the load rules cost: `python -m chaos.policy_scale`.
+"""What the rules cost: `python -m chaos.policy_scale`.
 
-Groups of 100 to 10,000 ranks, 20 signals of each rank a second, 500 rules. Each size is measured in a process of its own:
-the processor time of one second's work (filing the readings, putting them together, judging every rule), and the memory.
+Groups of 100 to 10,000 ranks, 20 signals of each rank a second, 500 load rules, 500 healing rules. Each size is measured in a
+process of its own: the processor time of one second's work (filing the readings, putting them together, judging every load
+rule), the memory, and the processor time from conclusive evidence to a decision (`chaos.decision_scale`).
 The text of the endpoints is parsed apart, since the daemon parses only the lines that it needs.
 """
 
@@ -19,6 +20,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from chaos.decision_scale import Reaction, react
+from chaos.decision_scale import rules as healing_rules
 from chaos.machine import Machine, machine, versions
 from elastic.controller.records import GroupStatus, SlotStatus
 from elastic.protocol import Counters
@@ -35,6 +38,7 @@ SIZES = (100, 300, 1024, 3000, 10_000)
 SIGNALS, RULES = 20, 500
 SECONDS = 30
 CPU_AIM_PERCENT, MEMORY_AIM_MB, AIM_RANKS = 10.0, 300.0, 1024
+DECISION_AIM_MS = 50.0
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -46,6 +50,7 @@ class Point(msgspec.Struct, frozen=True):
     """Processor time to read the text of all ranks' signals once, in addition; not the first time, which learns the
     series."""
     rss_mb: float
+    reaction: Reaction
 
     @property
     def cpu_percent(self) -> float:
@@ -85,6 +90,7 @@ def policy(ranks: int) -> Policy:
             rules.append({"kind": "threshold", "name": f"r{i}", "when": when, "scale": "up", "for": "30s"})
     target = {"kind": "embedded", "checkpoint": "x", "runDir": "x", "slotsPerRank": 8}
     spec = {"target": target | {"ranks": ranks, "maxRanks": ranks}, "load": {"signals": signals, "rules": rules}}
+    spec["healing"] = {"rules": healing_rules(RULES, ranks)}
     document = {"apiVersion": "healer/v1", "kind": "Policy", "metadata": {"name": "scale"}, "spec": spec}
     return parse_policy(msgspec.json.encode(document).decode(), name="scale", base=Path("/tmp"))
 
@@ -95,7 +101,8 @@ def measure(ranks: int, seconds: int) -> Point:
     live = tuple(range(ranks))
     slots = tuple(SlotStatus(s, "live", Member(s, 0, 1, 1, ""), 0.1, 1, 0, 0, Counters(), 8) for s in live)
     group = GroupStatus("scale", 1, live, live, ranks, None, "", 0, ranks - 1, slots)
-    scaler = Autoscaler(policy(ranks), clock, lambda: group, lambda: "", lambda: "")
+    made = policy(ranks)
+    scaler = Autoscaler(made, clock, lambda: group, lambda: "", lambda: "")
     costs, now = [], 1000.0
     for _ in range(seconds):
         now += 1.0
@@ -107,7 +114,8 @@ def measure(ranks: int, seconds: int) -> Point:
         assert decision is not None
         assert not any(vote.stance is Stance.MISSING for vote in decision.votes)
     rss_mb = psutil.Process().memory_info().rss / 1e6
-    return Point(ranks, sum(costs) / len(costs), max(costs), _parse_ms(ranks, draw), rss_mb)
+    parse_ms = _parse_ms(ranks, draw)
+    return Point(ranks, sum(costs) / len(costs), max(costs), parse_ms, rss_mb, react(made, ranks))
 
 
 def _parse_ms(ranks: int, draw: random.Random) -> float:
@@ -131,12 +139,24 @@ def _parse_ms(ranks: int, draw: random.Random) -> float:
 
 def show(found: Scale, out: Console) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("RANKS", "A SECOND'S WORK", "WORST", "PARSING", "OF ONE CORE", "MEMORY"):
+    for name in (
+        "RANKS",
+        "A SECOND'S WORK",
+        "WORST",
+        "PARSING",
+        "OF ONE CORE",
+        "MEMORY",
+        "ONE DIES",
+        "WORST",
+        "ALL DIE",
+        "WORST",
+    ):
         table.add_column(name, justify="right")
     for p in found.points:
         table.add_row(
             f"{p.ranks:,}", f"{p.second_ms:.1f} ms", f"{p.worst_ms:.1f} ms", f"{p.parse_ms:.1f} ms",
             f"{p.cpu_percent:.1f} %", f"{p.rss_mb:.0f} MB",
+            *(f"{value:.1f} ms" for value in msgspec.structs.astuple(p.reaction)),
         )  # fmt: skip
     out.print(table)
 
@@ -150,6 +170,8 @@ def plot(found: Scale, out: Path) -> None:
     axis.loglog(ranks, [p.second_ms for p in found.points], marker="o", label="one second's work, mean")
     axis.loglog(ranks, [p.worst_ms for p in found.points], marker=".", label="worst second")
     axis.loglog(ranks, [p.parse_ms for p in found.points], marker="s", label="parsing all endpoints, in addition")
+    axis.loglog(ranks, [p.reaction.one_worst_ms for p in found.points], marker="v", label="decision, one dies, worst")
+    axis.loglog(ranks, [p.reaction.all_worst_ms for p in found.points], marker="^", label="decision, all die, worst")
     axis.axhline(CPU_AIM_PERCENT * 10, color="grey", linestyle=":", label=f"{CPU_AIM_PERCENT:g} % of one core")
     axis.set_xlabel(f"ranks, {found.signals} signals of each a second, {found.rules} rules")
     axis.set_ylabel("processor time, ms")
@@ -183,7 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plot(found, given.out.with_suffix(".svg"))
     out.print(f"written to {given.out} and {given.out.with_suffix('.svg')}")
     within = [p for p in points if p.ranks <= AIM_RANKS]
-    return int(any(p.cpu_percent > CPU_AIM_PERCENT or p.rss_mb > MEMORY_AIM_MB for p in within))
+    late = any(max(p.reaction.one_worst_ms, p.reaction.all_worst_ms) > DECISION_AIM_MS for p in within)
+    return int(late or any(p.cpu_percent > CPU_AIM_PERCENT or p.rss_mb > MEMORY_AIM_MB for p in within))
 
 
 if __name__ == "__main__":

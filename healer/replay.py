@@ -156,6 +156,7 @@ def replayed(trace: Trace) -> dict[str, Any]:
         {
             "trace": str(trace.path),
             "note": trace.header.note,
+            "cut": trace.cut,
             "began": trace.header.view.at,
             "moments": moments,
             "incidents": replay.incidents,

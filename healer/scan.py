@@ -11,11 +11,15 @@ from healer.diagnosis import Diagnosis, Health, Limits, Verdict
 from healer.evidence import Evidence
 from healer.judge import Judge
 from healer.machine import Machine
-from healer.sensors import STOP_DEADLINE_S, Sensor, SensorState, SensorStatus
+from healer.sensors import STOP_DEADLINE_S, Sensor, SensorCost, SensorState, SensorStatus
 
 POLL_S = 0.1
 LIMITS = Limits(stall_after_s=1.0, silent_after_s=10.0, fault_window_s=30.0)
 """The policy's defaults. Only those for GPUs matter here: there is no rank."""
+
+
+NOT_HERE = {"kernel-log": "not read: it is for XIDs, and this host has no NVIDIA GPU"}
+"""Sensors that are left out where a host has nothing for them, and why."""
 
 
 class Scan(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +64,12 @@ async def scan(machine: Machine, clock: Clock, deadline_s: float, progress: Call
         ends = (asyncio.wait_for(sensor.stop(), STOP_DEADLINE_S) for sensor in machine.sensors)
         await asyncio.gather(*ends, return_exceptions=True)
     health, why = _sum(found, sensors)
+    named = {one.name for one in sensors}
+    sensors += tuple(
+        SensorStatus(name, SensorState.OFF, text, 0.0, 0, SensorCost(0.0, 0.0, 0.0))
+        for name, text in NOT_HERE.items()
+        if name not in named
+    )
     return Scan(
         health=health,
         why=why,

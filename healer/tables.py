@@ -173,6 +173,8 @@ def show_diagnosis(out: Console, found: dict[str, Any]) -> None:
         opened = f"opened {one['opened_at'] - found['began']:.3f} s, {end}"
         out.print(f"{one['id']}: {', '.join(one['causes'])}, slots {slots}, {opened}")
         out.print(f"  {escape(one['sentence'])}")
+    if found["cut"]:
+        out.print(f"note: {found['cut']}", markup=False)
 
 
 def show_history(out: Console, incidents: list[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ Times are monotonic seconds of one host. A recorder starts a new file when one i
 what stood then, so each can be read by itself.
 """
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,6 +24,13 @@ T = TypeVar("T")
 TRACE_VERSION = 1
 MAX_BYTES = 16 << 20
 """Of one file; with its predecessor twice as much."""
+MAX_SLOTS = 1_000_000
+LATEST_WALL = 253_402_300_799.0
+"""The last second of the year 9999, in seconds since the epoch: calendars end there."""
+LARGEST_S = 1e10
+"""Of a monotonic clock: 300 years."""
+BACK_S = 1.0
+"""Evidence carries the time of its source, which may be read a little after the line that is written next."""
 
 
 class TraceError(ElasticError):
@@ -95,6 +103,8 @@ class Trace:
     def __init__(self, path: Path) -> None:
         """Reads the header. Raises TraceError."""
         self.path = path
+        self.cut = ""
+        """Once all lines were read: which one was cut off and did not count; empty: none was."""
         try:
             with path.open("rb") as file:
                 first = file.readline()
@@ -105,31 +115,96 @@ class Trace:
         self.header = self._decode(_header, first, 1, "the header of a trace")
         if self.header.version != TRACE_VERSION:
             raise TraceError(f"{path}:1: version {self.header.version} is not known, expected {TRACE_VERSION}")
+        if wrong := _wrong(self.header.view):
+            raise TraceError(f"{path}:1: {wrong}")
 
     def __iter__(self) -> Iterator[Line]:
         """All that is to be judged. Raises TraceError as `lines`."""
         return (line for line in self.lines() if not isinstance(line, LoadLine))
 
     def lines(self) -> Iterator[AnyLine]:
-        """Raises TraceError at a line that is none. A last line that was cut off, as by a crash, ends the trace."""
+        """Raises TraceError at a line that is none, or that cannot follow those before it. A last line that was cut off, as
+        by a crash of the daemon, ends the trace; `cut` then names it."""
+        self.cut = ""
+        order = _Order(self.header.view.at)
         with self.path.open("rb") as file:
             for number, text in enumerate(file, 1):
-                if number == 1 or not text.strip() or not text.endswith(b"\n"):
+                if number == 1 or not text.strip():
                     continue
-                line = self._decode(
-                    _line, text, number, 'a line of evidence, or of a view, such as {"line": "view", …}'
-                )
-                if isinstance(line, EvidenceLine):
-                    found = line.evidence
-                    if wrong := wrong_value(found.what, found.value):
-                        raise TraceError(f"{self.path}:{number}: {wrong}")
+                try:
+                    line = self._decode(
+                        _line, text, number, 'a line of evidence, or of a view, such as {"line": "view", …}'
+                    )
+                except TraceError:
+                    if text.endswith(b"\n"):
+                        raise
+                    self.cut = f"{self.path}:{number}: the last line was cut off and does not count"
+                    return
+                if wrong := _wrong(line) or order.wrong(line, number):
+                    raise TraceError(f"{self.path}:{number}: {wrong}")
                 yield line
 
     def _decode(self, decoder: "msgspec.json.Decoder[T]", text: bytes, number: int, expected: str) -> T:
         try:
             return decoder.decode(text)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise TraceError(f"{self.path}:{number}: {error}, expected {expected}") from None
+
+
+class _Order:
+    """Whether each line may follow those before it. What was seen may be told late, so evidence may be older than the line
+    before it; views and load are written at their own time, which does not go back."""
+
+    def __init__(self, began: float) -> None:
+        self._newest, self._newest_line = began, 1
+
+    def wrong(self, line: AnyLine, number: int) -> str:
+        """What is wrong with the time; empty: nothing."""
+        at = line.evidence.at if isinstance(line, EvidenceLine) else line.at
+        if not isinstance(line, EvidenceLine) and at < self._newest - BACK_S:
+            return (
+                f"is at {at:g} s, before line {self._newest_line} at {self._newest:g} s, expected a time not before it"
+            )
+        if at > self._newest:
+            self._newest, self._newest_line = at, number
+        return ""
+
+
+def _wrong(line: AnyLine) -> str:
+    """What is wrong with the values of one line; empty: nothing."""
+    if isinstance(line, EvidenceLine):
+        found = line.evidence
+        ranks = tuple(one for one in (found.subject, found.reporter) if isinstance(one, RankRef))
+        return wrong_value(found.what, found.value) or _wrong_times(found.at, found.wall) or _wrong_ranks(ranks)
+    if isinstance(line, LoadLine):
+        endless = next((name for name, value in line.values.items() if not math.isfinite(value)), "")
+        both = sorted(line.values.keys() & {*line.idle})
+        if endless:
+            return f"{endless} is {line.values[endless]}, expected a number"
+        if both:
+            return f"{both[0]} has a value and is idle, expected one of the two"
+        return _wrong_times(line.at, line.wall)
+    placed = tuple(one.rank for one in line.placed)
+    return _wrong_times(line.at, 0.0) or _wrong_ranks(line.live, once=True) or _wrong_ranks(placed, once=True)
+
+
+def _wrong_times(at: float, wall: float) -> str:
+    if not 0.0 <= at <= LARGEST_S:
+        return f"is at {at:g} s, expected seconds from 0 to {LARGEST_S:g}"
+    if not 0.0 <= wall <= LATEST_WALL:
+        return f"has the wall clock {wall:g}, expected seconds since 1970"
+    return ""
+
+
+def _wrong_ranks(ranks: Iterable[RankRef], *, once: bool = False) -> str:
+    seen: set[int] = set()
+    for rank in ranks:
+        if not 0 <= rank.slot < MAX_SLOTS or rank.incarnation < 0:
+            return f"names slot {rank.slot}, incarnation {rank.incarnation}, expected numbers from 0, slots below {MAX_SLOTS}"
+        if once and rank.slot in seen:
+            return f"names slot {rank.slot} twice, expected each once"
+        seen.add(rank.slot)
+    return ""
 
 
 def view_line(

@@ -8,6 +8,7 @@ incarnation, socket), and tokens as what ranks emit; it must not know views, pla
     dispatcher  owns the ledger and the connections to the ranks; replays, hands over, gives up in time
     text        tokens to text and back: the stream never shows half a character, stop strings
     schema      what a client may ask, and the error envelope
+    envelope    bodies, JSON answers and errors, as the router before vLLM has them too
     completions one answer to one client, streamed or whole
     api         the HTTP routes
     control     the socket on which the controller names the ranks

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from elastic.front import run_to_exit_code, stop_event
 from elastic.gateway.server import Options, serve
+from elastic.output import forgive_output
 
 
 def _number(kind: type[int] | type[float], least: float) -> Callable[[str], float]:
@@ -63,6 +64,7 @@ async def _serve(options: Options) -> None:
 
 def main() -> int:
     options = parse_options()
+    forgive_output()
     return run_to_exit_code(lambda: _serve(options))
 
 

@@ -1,6 +1,5 @@
 """The HTTP routes. Every error, also for an unknown path, has the envelope of the OpenAI API."""
 
-import msgspec
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -9,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from elastic.gateway.completions import RETRY_UNAVAILABLE_S, Service, completions, error_response
-from elastic.gateway.schema import ApiError
+from elastic.gateway.completions import RETRY_UNAVAILABLE_S, Service, completions
+from elastic.gateway.envelope import crashed, http_error, json_response
 
 log = structlog.get_logger("elastic.gateway")
 
@@ -27,7 +26,7 @@ def create_app(service: Service) -> Starlette:
             "owned_by": "healer",
             "max_model_len": service.shape.max_position,
         }
-        return _json({"object": "list", "data": [model]})
+        return json_response({"object": "list", "data": [model]})
 
     async def health(_: Request) -> Response:
         dispatcher = service.dispatcher
@@ -35,8 +34,8 @@ def create_app(service: Service) -> Starlette:
         status = "closing" if dispatcher.closing else ("ok" if ranks else "no rank admits")
         body = {"status": status, "ranks": ranks, "in_flight": len(dispatcher.ledger)}
         if status == "ok":
-            return _json(body)
-        return _json(body, 503, {"retry-after": str(RETRY_UNAVAILABLE_S)})
+            return json_response(body)
+        return json_response(body, 503, {"retry-after": str(RETRY_UNAVAILABLE_S)})
 
     async def metrics(_: Request) -> Response:
         service.dispatcher.update_gauges()
@@ -53,20 +52,5 @@ def create_app(service: Service) -> Starlette:
             Route("/health", health),
             Route("/metrics", metrics),
         ],
-        exception_handlers={HTTPException: _http_error, Exception: _crash},
+        exception_handlers={HTTPException: http_error, Exception: crashed("gateway", log)},
     )
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return error_response(ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else None))
-
-
-async def _crash(request: Request, error: Exception) -> Response:
-    log.error("request_crashed", path=request.url.path, exc_info=error)
-    return error_response(ApiError(500, "the gateway failed on this request; its log says why", code="internal_error"))
-
-
-def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, "application/json")

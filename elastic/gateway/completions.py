@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from elastic.config import ModelShape
 from elastic.gateway.dispatcher import Busy, Dispatcher, Unavailable
+from elastic.gateway.envelope import error_response, read_body
 from elastic.gateway.ledger import Entry, Failure, Order, Reason
 from elastic.gateway.metrics import GatewayMetrics
 from elastic.gateway.schema import (
@@ -93,13 +94,9 @@ def api_error(failure: Failure) -> ApiError:
     )
 
 
-def error_response(error: ApiError) -> Response:
-    return Response(error.body(), error.status, error.headers(), "application/json")
-
-
 async def ask(service: Service, request: Request) -> Asked:
     """Read and check a request. Raises ApiError."""
-    body = parse_completion(await _read_body(request))
+    body = parse_completion(await read_body(request, MAX_BODY_BYTES))
     if body.model is not None and body.model != service.model:
         message = f"the model {body.model!r} does not exist, this group serves {service.model!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
@@ -120,16 +117,6 @@ async def ask(service: Service, request: Request) -> Asked:
 def _form(body: CompletionBody) -> tuple[bool, bool, bool]:
     include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     return bool(body.stream), include_usage, bool(body.return_token_ids)
-
-
-async def _read_body(request: Request) -> bytes:
-    parts, size = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is above {MAX_BODY_BYTES} bytes", code="body_too_large")
-    return b"".join(parts)
 
 
 async def _prompt_tokens(service: Service, prompt: str | list[int]) -> tuple[int, ...]:

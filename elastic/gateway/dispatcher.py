@@ -145,7 +145,7 @@ class Dispatcher:
         channel = self._links[rank.slot].channel if rank else None
         if rank is None or channel is None:
             return False
-        channel.send(self.ledger.assign(request, rank))
+        channel.send(self.ledger.assign(request, rank, self._now()))
         return True
 
     def _place_waiting(self) -> None:
@@ -282,6 +282,8 @@ class Dispatcher:
         if fresh := len(entry.accepted) - had:
             self._metrics.tokens.inc(fresh)
             (self._metrics.itl if had else self._metrics.ttft).observe(now - since)
+            if not had:
+                self._metrics.queue.observe(max(0.0, entry.placed_at - since) + emitted.queued_s)
         if entry.open:
             if fresh:
                 self._notify[emitted.request]()

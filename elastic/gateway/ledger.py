@@ -86,6 +86,8 @@ class Entry:
     progress_at: float
     """When it was admitted or last got a token."""
     accepted: list[int] = field(default_factory=list)
+    placed_at: float = 0.0
+    """When it was placed on a rank last."""
     attempt: int = 0
     rank: RankId | None = None
     state: State = State.WAITING
@@ -159,13 +161,13 @@ class Ledger:
         self._admitted += 1
         return entry
 
-    def assign(self, request: str, rank: RankId) -> Submit:
+    def assign(self, request: str, rank: RankId, now: float) -> Submit:
         """Place a waiting request: the message for the rank, under a new attempt number."""
         entry = self._entries[request]
         if entry.state is not State.WAITING:
             raise ValueError(f"request {request} is {entry.state.value}, only a waiting one can be placed")
         entry.attempt += 1
-        entry.rank, entry.state, entry.taken = rank, State.RUNNING, False
+        entry.rank, entry.state, entry.taken, entry.placed_at = rank, State.RUNNING, False, now
         self._load[rank] += 1
         self._replayed += entry.attempt > 1
         order = entry.order

@@ -39,6 +39,12 @@ class GatewayMetrics:
             buckets=SECONDS,
             registry=self.registry,
         )
+        self.queue = Histogram(
+            "elastic_gateway_queue_seconds",
+            "From admission until a rank has a KV sequence for the request, told with its first token",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
         self.itl = Histogram(
             "elastic_gateway_itl_seconds",
             "Between the tokens of one request, replays included",

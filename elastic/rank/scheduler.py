@@ -7,7 +7,8 @@ Order: decodes first, the least recently served before others; then the prompts 
 sequence is free, of waiting ones, first come first served. While a prompt waits, decodes leave it a quarter of the rows.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from elastic.protocol import Emitted, Rejected, Sampling, Submit
@@ -60,10 +61,13 @@ class _Request:
     ticket: int
     tokens: list[int]
     """Prompt and committed answer."""
+    submitted_at: float
     seq: int = -1
     """KV sequence; -1 while waiting."""
     cached: int = 0
     """Tokens whose keys and values are in the cache, by committed steps."""
+    queued_s: float = 0.0
+    """From its submission to the step in which it got its KV sequence."""
     served: int = -1
     """The last committed step that had rows of this request."""
     stop_ids: frozenset[int] = field(init=False)
@@ -89,11 +93,18 @@ class _Request:
 class Scheduler:
     """The requests of one rank. Not thread-safe: the round loop owns it and feeds it messages between steps."""
 
-    def __init__(self, max_tokens: int, max_seqs: int, max_model_len: int, vocab: int | None = None) -> None:
+    def __init__(
+        self,
+        max_tokens: int,
+        max_seqs: int,
+        max_model_len: int,
+        vocab: int | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`max_tokens`: rows of a step. `max_model_len`: positions of a sequence, prompt and answer. `vocab`: refuse
         token ids from here on; None: whoever submits has checked them."""
         self._max_tokens, self._max_model_len, self._vocab = max_tokens, max_model_len, vocab
-        self._max_seqs = max_seqs
+        self._max_seqs, self._now = max_seqs, now
         self._free = list(range(max_seqs))
         self._requests: dict[int, _Request] = {}
         self._tickets: dict[tuple[str, int], int] = {}
@@ -127,7 +138,7 @@ class Scheduler:
         key = (submit.request, submit.attempt)
         if key in self._tickets:
             return None
-        request = _Request(submit, self._next_ticket, list(submit.tokens))
+        request = _Request(submit, self._next_ticket, list(submit.tokens), self._now())
         if (finish := request.finish()) is not None:
             return Emitted(
                 request=submit.request, attempt=submit.attempt, start=request.answered, tokens=(), finish=finish
@@ -172,7 +183,9 @@ class Scheduler:
             count = min(request.pending, self._max_tokens - len(tokens))
             if count == 0:
                 break
-            seq = request.seq if request.seq >= 0 else next(free)
+            seq = request.seq
+            if seq < 0:
+                seq, request.queued_s = next(free), self._now() - request.submitted_at
             start, end = request.cached, request.cached + count
             tokens += request.tokens[start:end]
             seqs += [seq] * count
@@ -227,7 +240,15 @@ class Scheduler:
         if finish is not None:
             self._forget(request)
         submit = request.submit
-        return Emitted(request=submit.request, attempt=submit.attempt, start=start, tokens=(token,), finish=finish)
+        first = start == len(submit.tokens) - submit.prompt_len
+        return Emitted(
+            request=submit.request,
+            attempt=submit.attempt,
+            start=start,
+            tokens=(token,),
+            finish=finish,
+            queued_s=request.queued_s if first else 0.0,
+        )
 
     def _forget(self, request: _Request) -> None:
         del self._requests[request.ticket]

@@ -16,6 +16,12 @@ ACTIONS = {
 }  # fmt: skip
 """NVML field 230, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, values of nvidia-ml-py 13.615."""
 
+LOST: dict[object, str] = {
+    15: "the driver does not reach it any more (NVML code 15)",
+    28: "the driver does not find it (NVML code 28)",
+}
+"""NVML_ERROR_GPU_IS_LOST and NVML_ERROR_GPU_NOT_FOUND of nvidia-ml-py 13.615."""
+
 GRAVE: dict[What, Cause] = {
     What.ECC_UNCORRECTABLE: Cause.ECC,
     What.SRAM_THRESHOLD: Cause.ECC,
@@ -192,7 +198,8 @@ def _conclusive(case: _Case) -> Verdict | None:
 
     lost = case.newest(What.GPU_LOST)
     if lost is not None:
-        return sick(Cause.GPU_LOST, lost, f"is lost: {lost.value}")
+        said = LOST.get(lost.value, f"the driver answers with code {lost.value}")
+        return sick(Cause.GPU_LOST, lost, f"is lost: {said if isinstance(lost.value, int) else lost.value}")
     action = case.by_what.get(What.RECOVERY_ACTION)
     if action is not None and action.value:
         wanted = ACTIONS.get(int(action.value), f"an action that is not known ({action.value})")

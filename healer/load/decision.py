@@ -4,26 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
-
-class ScaleReason(StrEnum):
-    """Why a size is kept or changed; a label of metrics, so the words stay."""
-
-    NO_RULES = "no-rules"  # the policy has no load rules, and no bound asks for another size
-    STARTING = "starting"  # no rank is live yet
-    CONTENT = "content"  # no rule wants another size
-    RULE = "rule"  # a rule wants another size, and nothing speaks against it
-    SCHEDULE = "schedule"  # a schedule's bound asks for another size
-    BOUNDS = "bounds"  # the size is outside of spec.bounds
-    SIGNAL_MISSING = "signal-missing"  # a rule cannot be judged, so nothing shrinks and it lets nothing grow
-    STABILISATION = "stabilisation"  # not wanted for long enough
-    RATE = "rate"  # as much was changed lately as behavior.policies allow
-    DISABLED = "direction-disabled"  # behavior.selectPolicy is "disabled"
-    COOLDOWN = "cooldown"  # the size changed lately
-    DOES_NOT_FIT = "does-not-fit"  # the load would not fit fewer ranks with fitMargin to spare
-    AT_BOUND = "at-bound"  # the bounds allow no more, or no less
-    BUDGET = "budget"  # the day's rank-hours are spent
-    HELD = "held"  # a reconfiguration, an incident, a pause or a maintenance window: healing and people come first
-    REFUSED = "refused"  # the executor refused the size lately
+from healer.policy.reasons import Reason
 
 
 class Stance(StrEnum):
@@ -52,7 +33,7 @@ class Vote(msgspec.Struct, frozen=True):
 class ScaleDecision(msgspec.Struct, frozen=True, kw_only=True):
     """One evaluation. Something is to be done when `acts`."""
 
-    reason: ScaleReason
+    reason: Reason
     current: int
     """The target size now, ranks."""
     wanted: int

@@ -16,11 +16,12 @@ from collections.abc import Mapping
 import msgspec
 
 from healer.load.behavior import Wish, limited, memory_s, remember, stabilised
-from healer.load.decision import Change, ScaleDecision, ScaleReason, Stance, Vote
+from healer.load.decision import Change, ScaleDecision, Stance, Vote
 from healer.load.forecast import Forecast
 from healer.load.plan import Rules
 from healer.load.readings import Level
 from healer.load.votes import Counted, RuleState, count, levels_or_fallback, overloads
+from healer.policy.reasons import Reason
 from healer.policy.schedules import InForce
 
 
@@ -81,7 +82,7 @@ def evaluate(rules: Rules, state: ScalerState, seen: Seen, now: float) -> tuple[
     state = _observed(rules, state, group, now)
     limits = limits_of(rules, seen)
     if group.live < 1:
-        said = _Said(ScaleReason.STARTING, group.target, group.target, "", "no rank is live yet")
+        said = _Said(Reason.STARTING, group.target, group.target, "", "no rank is live yet")
         return _decision(said, group, rules, ()), state
     levels = levels_or_fallback(rules, seen.levels)
     counted = count(rules, state.rules, levels, seen.forecasts, group.live, group.target, now)
@@ -91,7 +92,7 @@ def evaluate(rules: Rules, state: ScalerState, seen: Seen, now: float) -> tuple[
     said = _size(rules, state, seen, levels, counted, wanted, lead, limits, now) if spec.load.rules else _idle(group)
     said = _bounded(said, group, limits)
     if said.size != group.target and group.held:
-        said = _Said(ScaleReason.HELD, said.wanted, group.target, said.rule, said.because, f"held: {group.held}")
+        said = _Said(Reason.HELD, said.wanted, group.target, said.rule, said.because, f"held: {group.held}")
     return _decision(said, group, rules, counted.votes), state
 
 
@@ -120,7 +121,7 @@ def refused(state: ScalerState, why: str, now: float) -> ScalerState:
 class _Said(msgspec.Struct, frozen=True):
     """A decision in the making."""
 
-    reason: ScaleReason
+    reason: Reason
     wanted: int
     size: int
     rule: str
@@ -175,42 +176,42 @@ def _size(
     if wanted == current or lead is None:
         return _content(counted, current)
     rule, because = lead.rule, lead.text
-    held = _Said(ScaleReason.CONTENT, wanted, current, rule, because)
+    held = _Said(Reason.CONTENT, wanted, current, rule, because)
     replace = msgspec.structs.replace
     aim = _cut(wanted, current, limits)
     if aim == current:
         by = limits.high_by if wanted > current else limits.low_by
-        return replace(held, reason=ScaleReason.AT_BOUND, held=f"at the bound of {by}")
+        return replace(held, reason=Reason.AT_BOUND, held=f"at the bound of {by}")
     if aim < current:
         aim, misfit = _fitting(rules, levels, group, aim)
         if aim == current:
-            return replace(held, reason=ScaleReason.DOES_NOT_FIT, held=f"the load does not fit: {misfit}")
+            return replace(held, reason=Reason.DOES_NOT_FIT, held=f"the load does not fit: {misfit}")
     size, held_s = stabilised(state.wishes, current, aim, load.behavior, now)
     text = f"held by stabilisation for {held_s:.0f} s" if held_s else ""
     if size == current:
-        return replace(held, reason=ScaleReason.STABILISATION, held=text, held_s=held_s)
+        return replace(held, reason=Reason.STABILISATION, held=text, held_s=held_s)
     direction = load.behavior.scale_up if size > current else load.behavior.scale_down
     if direction.select_policy == "disabled":
         way = "up" if size > current else "down"
-        return replace(held, reason=ScaleReason.DISABLED, held=f"scaling {way} is disabled by behavior")
+        return replace(held, reason=Reason.DISABLED, held=f"scaling {way} is disabled by behavior")
     if size > current and _spent(rules, seen) and size > limits.low:
         text = f"held: {seen.rank_hours:.1f} rank-hours are spent of spec.bounds.budgetRankHoursPerDay"
-        return replace(held, reason=ScaleReason.BUDGET, held=text)
+        return replace(held, reason=Reason.BUDGET, held=text)
     aim = size
     size, wait_s = limited(state.changes, current, aim, direction, now)
     size = _whole(size, aim, current, rules.policy.spec.bounds.divisibility, fresh=wait_s == 0)
     if size == current:
         text = f"held by the rate limits for {wait_s:.0f} s"
-        return replace(held, reason=ScaleReason.RATE, held=text, held_s=wait_s)
+        return replace(held, reason=Reason.RATE, held=text, held_s=wait_s)
     cooldown_s = state.changed_at + load.cooldown_s - now
     if cooldown_s > 0:
         text = f"held by the cool-down for {cooldown_s:.0f} s"
-        return replace(held, reason=ScaleReason.COOLDOWN, held=text, held_s=cooldown_s)
+        return replace(held, reason=Reason.COOLDOWN, held=text, held_s=cooldown_s)
     refused_s = state.refused_at + max(load.cooldown_s, load.interval_s) - now
     if state.refused and refused_s > 0:
         text = f"refused a moment ago: {state.refused}; asked again in {refused_s:.0f} s"
-        return replace(held, reason=ScaleReason.REFUSED, held=text, held_s=refused_s)
-    return replace(held, reason=ScaleReason.RULE, size=size)
+        return replace(held, reason=Reason.REFUSED, held=text, held_s=refused_s)
+    return replace(held, reason=Reason.RULE, size=size)
 
 
 def _fitting(rules: Rules, levels: Mapping[str, Level], group: Group, wanted: int) -> tuple[int, str]:
@@ -231,16 +232,16 @@ def _content(counted: Counted, current: int) -> _Said:
     missing = [v for v in counted.votes if v.stance is Stance.MISSING]
     if missing:
         others = f" and {len(missing) - 1} more rules" if len(missing) > 1 else ""
-        return _Said(ScaleReason.SIGNAL_MISSING, current, current, missing[0].rule, f"{missing[0].text}{others}")
+        return _Said(Reason.SIGNAL_MISSING, current, current, missing[0].rule, f"{missing[0].text}{others}")
     content = next((v for v in counted.votes if v.stance is Stance.CONTENT), None)
     pending = next((v for v in counted.votes if v.stance is Stance.PENDING), None)
     held_up = counted.floor if counted.floor is not None and counted.floor.wanted == current else None
     first = pending or content or held_up or (counted.votes[0] if counted.votes else None)
-    return _Said(ScaleReason.CONTENT, current, current, first.rule if first else "", first.text if first else "")
+    return _Said(Reason.CONTENT, current, current, first.rule if first else "", first.text if first else "")
 
 
 def _idle(group: Group) -> _Said:
-    return _Said(ScaleReason.NO_RULES, group.target, group.target, "", "the policy has no load rules")
+    return _Said(Reason.NO_RULES, group.target, group.target, "", "the policy has no load rules")
 
 
 def _cut(size: int, current: int, limits: Limits) -> int:
@@ -274,8 +275,8 @@ def _bounded(said: _Said, group: Group, limits: Limits) -> _Said:
     by = limits.low_by if size > said.size else limits.high_by
     word = "at least" if size > said.size else "at most"
     if size == group.target:
-        return msgspec.structs.replace(said, reason=ScaleReason.AT_BOUND, size=size, held=f"{word} {size} by {by}")
-    reason = ScaleReason.SCHEDULE if by.startswith("schedule ") else ScaleReason.BOUNDS
+        return msgspec.structs.replace(said, reason=Reason.AT_BOUND, size=size, held=f"{word} {size} by {by}")
+    reason = Reason.SCHEDULE if by.startswith("schedule ") else Reason.BOUNDS
     return _Said(reason, said.wanted, size, "", f"{word} {size} by {by}")
 
 

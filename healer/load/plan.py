@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 from healer.load.exposition import Kind, Query
-from healer.policy.expressions import Condition
+from healer.policy.expressions import Condition, compiled
 from healer.policy.schema import Policy, Signal, Threshold
 
 INTENSIVE = frozenset({"kvUse", "ttft", "itl", "queueTime"})
@@ -52,7 +52,7 @@ class Rules(msgspec.Struct, frozen=True):
 def compile_rules(policy: Policy) -> Rules:
     """Raises ExpressionError; a policy that was loaded has none left."""
     load = policy.spec.load
-    conditions = {rule.name: Condition(rule.when) for rule in load.rules if isinstance(rule, Threshold)}
+    conditions = {rule.name: compiled(rule.when) for rule in load.rules if isinstance(rule, Threshold)}
     return Rules(
         policy=policy,
         extensive=frozenset(name for name, signal in load.signals.items() if is_extensive(signal)),

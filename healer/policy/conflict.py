@@ -19,6 +19,13 @@ class Contradiction(NamedTuple):
     """The character of the value where it is wrong, from 1."""
 
 
+class Doubt(NamedTuple):
+    """A valid value that may not be meant."""
+
+    path: KeyPath
+    text: str
+
+
 def repeated(names: Sequence[str], place: KeyPath) -> Iterator[Contradiction]:
     """Entries of a list that share a name."""
     seen: set[str] = set()

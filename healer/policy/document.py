@@ -1,10 +1,13 @@
 """A YAML file as plain values, and the place of each."""
 
+import re
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
 from elastic.errors import ElasticError
 from healer.policy.conflict import Contradiction
@@ -13,6 +16,12 @@ from healer.policy.schema import KeyPath
 
 _MAX_NODES = 20_000
 _MAX_DEPTH = 32
+_MAX_OPEN = 200
+"""Brackets open at once, counted without regard to quotes. The reader takes quadratic time over them, so they are counted
+before it begins."""
+_MAX_PARTS = 20_000
+"""Lines and commas. The reader takes half a millisecond for each; a thousand rules have fewer."""
+_BRACKETS = re.compile(r"[\[\]{}]")
 _ABSENT = object()
 
 _Place = tuple[int, int]
@@ -27,6 +36,32 @@ class PolicyError(ElasticError):
         self.problems = tuple(problems)
 
 
+_TOO_DEEP = "is too large or too deeply nested (aliases count), expected a policy"
+
+
+class _Constructor(RoundTripConstructor):
+    """The reader's own, with the place of what cannot be a value or a key."""
+
+    def construct_object(self, node: Node, deep: bool = False) -> Any:
+        if isinstance(node, MappingNode):
+            for key, _ in node.value:
+                if not isinstance(key, ScalarNode):
+                    raise ConstructorError(None, None, "a key is a list or a mapping, expected a word", key.start_mark)
+        try:
+            return super().construct_object(node, deep)
+        except MarkedYAMLError:
+            raise
+        except (ValueError, TypeError, OverflowError, AttributeError) as error:
+            what = f"{_short(node.value)}: {error}" if isinstance(node, ScalarNode) else str(error)
+            if isinstance(node, ScalarNode) and node.value.lstrip("+-").isdigit():
+                what = f"{_short(node.value)} is a number of {len(node.value)} digits, expected fewer"
+            raise ConstructorError(None, None, what, node.start_mark) from None
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 40 else f"{text[:37]!r}..."
+
+
 class Document:
     """A YAML file as plain values, and the place of each."""
 
@@ -35,7 +70,9 @@ class Document:
         self._places: dict[KeyPath, tuple[_Place, _Place]] = {(): ((1, 1), (1, 1))}
         self._lines = text.splitlines()
         self._nodes = 0
+        self._refuse_endless(text)
         yaml = YAML(typ="rt", pure=True)
+        yaml.Constructor = _Constructor
         try:
             root = yaml.load(text)
         except MarkedYAMLError as error:
@@ -43,10 +80,10 @@ class Document:
             line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
             what = " ".join(str(error.problem or error.context).split())
             raise PolicyError([f"{name}:{line}:{column}: not valid YAML: {what}"]) from None
-        except (YAMLError, ValueError, RecursionError) as error:
+        except (YAMLError, ValueError) as error:
             raise PolicyError([f"{name}:1:1: not valid YAML: {' '.join(str(error).split())}"]) from None
-        except TypeError:  # ruamel.yaml hashes the key
-            raise PolicyError([f"{name}:1:1: not valid YAML: a key is a list or a mapping, expected a word"]) from None
+        except RecursionError:
+            raise PolicyError([f"{name}:1:1: {_TOO_DEEP}"]) from None
         if not isinstance(root, CommentedMap):
             raise PolicyError([f"{name}:1:1: is {kind_of(root)}, expected a mapping with apiVersion: healer/v1"])
         self.data = self._plain(root, ())
@@ -99,12 +136,24 @@ class Document:
         shown = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
         return line, column, f"{shown}: {text}"
 
+    def _refuse_endless(self, text: str) -> None:
+        """Raises PolicyError for what the reader would work on for minutes."""
+        depth = 0
+        for found in _BRACKETS.finditer(text):
+            depth = depth + 1 if found[0] in "[{" else max(0, depth - 1)
+            if depth > _MAX_OPEN:
+                line = text.count("\n", 0, found.start()) + 1
+                column = found.start() - text.rfind("\n", 0, found.start())
+                raise PolicyError([f"{self.name}:{line}:{column}: {_TOO_DEEP}"])
+        parts = len(self._lines) + text.count(",")
+        if parts > _MAX_PARTS:
+            raise PolicyError([f"{self.name}:1:1: has {parts} lines and commas, expected at most {_MAX_PARTS}"])
+
     def _plain(self, node: Any, path: KeyPath) -> Any:
         self._nodes += 1
         if self._nodes > _MAX_NODES or len(path) > _MAX_DEPTH:
-            raise PolicyError(
-                [f"{self.name}:1:1: is too large or too deeply nested (aliases count), expected a policy"]
-            )
+            line, column, _ = self.problem(path, "")
+            raise PolicyError([f"{self.name}:{line}:{column}: {_TOO_DEEP}"])
         if isinstance(node, CommentedMap):
             result = {}
             for key, value in node.items():

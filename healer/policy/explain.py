@@ -1,6 +1,7 @@
 """Which rule of a policy answers an event, and why the others do not: for `healer policy explain`.
 
-An event is a list of `key=value`. With a signal of `spec.load` among the keys it is about load, else about a rank.
+An event is a list of `key=value`. With a signal of `spec.load`, or `ranks` or `for`, among the keys it is about load, else
+about a rank.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from healer.load.readings import MISSING, Known, Level
 from healer.policy.rules import Considered, Facts, RuleBook
 from healer.policy.schedules import Calendar
 from healer.policy.schema import Policy
+from healer.policy.schema.scaling import GATEWAY_METRICS
 
 E = TypeVar("E", bound=StrEnum)
 
@@ -27,7 +29,7 @@ RANK_KEYS = {
     "cause": "such as process-death, hang or xid; default process-death, or xid where xid is given",
     "confidence": "none, conclusive, quorum or deadline; default conclusive",
     "slot": "default 0",
-    "host": "",
+    "host": "its name; default none",
     "xid": "its code",
     "evidence": "kinds, separated by +, such as xid+gpu-lost",
     "source": "who reports them, separated by +; default one source",
@@ -39,7 +41,7 @@ RANK_KEYS = {
 LOAD_KEYS = {
     "ranks": "live ranks; default target.ranks",
     "for": "seconds that it has been so; default 3600",
-    "wall": "",
+    "wall": "seconds since the epoch, for schedules; default now",
 }
 
 
@@ -56,16 +58,28 @@ class Explained(msgspec.Struct, frozen=True):
     """Actions of the rule that matched."""
     scaling: ScaleDecision | None
     """Of an event about load: the decision with every rule's vote."""
+    missing: tuple[str, ...] = ()
+    """Signals that the event did not give a value: they count as missing."""
+    asks: bool = True
+    """Where no rule matches, a human is asked."""
 
 
 def explain(policy: Policy, event: str, wall: float) -> Explained:
     """`event` as "cause=xid,xid=79,slot=3" or "waiting=40,ranks=4". `wall`: seconds since the epoch, for schedules.
     Raises EventError."""
     given = _parse(event)
-    signals = policy.spec.load.signals
-    if given.keys() & signals.keys():
-        return _load(policy, given, wall)
-    return _rank(policy, given)
+    load = policy.spec.load
+    about_load = sorted(given.keys() & {*load.signals, *GATEWAY_METRICS, *LOAD_KEYS})
+    if not about_load:
+        return _rank(policy, given)
+    if not load.rules and not policy.spec.schedules:
+        text = f"{about_load[0]} is about load, and the policy has neither load rules nor schedules (spec.load.rules, "
+        raise EventError(f"--event: {text}spec.schedules): no load changes its size")
+    about_rank = sorted(given.keys() & RANK_KEYS.keys() - {*load.signals})
+    if about_rank:
+        text = f"{about_load[0]} is about load and {about_rank[0]} about a rank, expected keys of one of the two"
+        raise EventError(f"--event: {text}")
+    return _load(policy, given, wall)
 
 
 def _parse(event: str) -> dict[str, str]:
@@ -94,6 +108,8 @@ def _rank(policy: Policy, given: Mapping[str, str]) -> Explained:
     confidence = _one_of(given, "confidence", Confidence, Confidence.CONCLUSIVE)
     severity = _one_of(given, "severity", Severity, Severity.CRITICAL)
     slot = _number(given, "slot", 0, int)
+    if slot >= policy.spec.target.max_ranks:
+        raise EventError(f"--event: slot={slot} is not valid, expected at most {policy.spec.target.max_ranks - 1}")
     kinds = given["evidence"].split("+") if "evidence" in given else ["xid" if xid else "process-state"]
     sources = given.get("source", "explain").split("+")
     whats = [_one_of({"evidence": kind}, "evidence", What, What.XID) for kind in kinds]
@@ -136,7 +152,7 @@ def _rank(policy: Policy, given: Mapping[str, str]) -> Explained:
     told = book.explain(facts)
     matched = next((one.rule for one in told if one.outcome in ("matched", "waits")), "")
     ladder = tuple(str(step.action) for step in book.by_name[matched].rule.ladder) if matched else ()
-    return Explained("rank", told, ladder, None)
+    return Explained("rank", told, ladder, None, asks=health == Health.UNHEALTHY)
 
 
 def _load(policy: Policy, given: Mapping[str, str], wall: float) -> Explained:
@@ -156,7 +172,8 @@ def _load(policy: Policy, given: Mapping[str, str], wall: float) -> Explained:
     _, state = evaluate(rules, state, seen, 0.0)
     # as if the size had been the same all the while: what was held back may be done at the end
     decision, _ = evaluate(rules, msgspec.structs.replace(state, wishes=()), seen, lasting_s)
-    return Explained("load", (), (), decision)
+    missing = tuple(name for name in load.signals if given.get(name, "missing") == "missing")
+    return Explained("load", (), (), decision, missing)
 
 
 def _level(given: Mapping[str, str], name: str) -> Level:

@@ -6,6 +6,7 @@ The library is imported only where a policy has a condition: it takes 0.1 s.
 import contextlib
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from elastic.errors import ElasticError
@@ -90,9 +91,15 @@ class Condition:
         return result
 
 
+@lru_cache(maxsize=4096)
+def compiled(text: str) -> Condition:
+    """The condition, compiled once: that takes milliseconds, and a decision must not wait for it. Raises ExpressionError."""
+    return Condition(text)
+
+
 def check(text: str, examples: Mapping[str, Any]) -> Condition:
     """Compile it and try it out on examples of all variables. Raises ExpressionError."""
-    condition = Condition(text)
+    condition = compiled(text)
     unknown = sorted(condition.names - examples.keys())
     if unknown:
         position = re.search(rf"\b{re.escape(unknown[0])}\b", text)

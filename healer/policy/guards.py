@@ -14,7 +14,7 @@ from healer.evidence import Evidence, What
 from healer.policy.memory import Memory
 from healer.policy.reasons import Reason
 from healer.policy.records import State
-from healer.policy.schedules import spell
+from healer.policy.schedules import Lasting, spell
 from healer.policy.schema import Policy
 
 FAILURES_WINDOW_S = 3600.0
@@ -146,13 +146,6 @@ def open_window(policy: Policy, wall: float | None, mode: str) -> str:
     return next((w.name for w in windows if _open(w.cron, w.timezone, w.for_s, int(wall))), "")
 
 
-class _Window(msgspec.Struct, frozen=True):
-    cron: str
-    timezone: str
-    for_s: float | None
-    until: None = None
-
-
 @lru_cache(maxsize=256)
 def _open(cron: str, timezone: str, for_s: float, wall_s: int) -> bool:
-    return spell(_Window(cron, timezone, for_s), wall_s) is not None
+    return spell(Lasting(cron, timezone, for_s), wall_s) is not None

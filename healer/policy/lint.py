@@ -1,30 +1,38 @@
-"""What a valid policy may not mean: warnings of `healer policy check`. Nothing here stops a daemon."""
+"""What a valid policy may not mean: warnings of `healer policy check`. Nothing here stops a daemon.
+
+Rules that match nothing are looked for in `match_doubts`, load rules in `load_doubts`, times in `time_doubts`.
+"""
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import NamedTuple
 
-from healer.diagnosis import Cause
+from healer.diagnosis import Cause, Health
+from healer.policy.conflict import Doubt
+from healer.policy.load_doubts import load_doubts
+from healer.policy.match_doubts import CAUSES_OF, match_doubts
 from healer.policy.schema import KeyPath, Match, Policy, Rule, Span, Target, Threshold, show_duration
 from healer.policy.schema.healing import CAUSES
+from healer.policy.time_doubts import time_doubts
 
-CONDEMNED = tuple(
-    cause for cause in CAUSES if cause not in (Cause.TELEMETRY_LOST, Cause.SUSPECTED, Cause.UNHEARD, Cause.EXECUTOR)
-)
+CONDEMNED = tuple(cause for cause in CAUSES if cause in CAUSES_OF[Health.UNHEALTHY] - {Cause.EXECUTOR})
 """Causes of an unhealthy rank that a rule should answer."""
 
 LEAST_EP_TIMEOUT_S = 2.0
 """Honest pauses were seen to last 0.65 to 1.7 s (synchronous re-balancing in vLLM, pull request 43219)."""
 
 
-class Doubt(NamedTuple):
-    path: KeyPath
-    text: str
-
-
-def warnings(policy: Policy) -> Iterator[Doubt]:
-    """All of them, in no particular order."""
-    return chain(_rules(policy), _unused(policy), _sizes(policy), _timing(policy), _load(policy))
+def warnings(policy: Policy, wall: float) -> Iterator[Doubt]:
+    """All of them, in no particular order. `wall`: now, seconds since the epoch, for what comes again and again."""
+    return chain(
+        _rules(policy),
+        match_doubts(policy),
+        _unused(policy),
+        _sizes(policy),
+        _timing(policy),
+        _load(policy),
+        load_doubts(policy),
+        time_doubts(policy, wall),
+    )
 
 
 def _rules(policy: Policy) -> Iterator[Doubt]:

@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 
 from elastic.config import read_model_shape
 from elastic.errors import ElasticError
+from healer.clock import Clock, SystemClock
 from healer.policy.conflict import Contradiction
 from healer.policy.document import Document, PolicyError
 from healer.policy.lint import warnings
@@ -20,6 +21,8 @@ from healer.policy.schema import KeyPath, Policy, Target
 __all__ = ["MAX_BYTES", "Checked", "PolicyError", "check_policy", "check_text", "load_policy", "parse_policy"]
 
 MAX_BYTES = 1 << 20
+MANY = 200
+"""Wrong values from which on the rest of a file is not looked into: it is something else than a policy."""
 
 
 class Checked(NamedTuple):
@@ -32,7 +35,8 @@ class Checked(NamedTuple):
 
 def load_policy(path: str | Path) -> Policy:
     """Read and check a policy file; relative paths in it are taken from its own folder. Raises PolicyError."""
-    return check_policy(path).policy
+    file = Path(path)
+    return parse_policy(_read(file), name=str(path), base=file.absolute().parent)
 
 
 def check_policy(path: str | Path) -> Checked:
@@ -43,13 +47,20 @@ def check_policy(path: str | Path) -> Checked:
 
 def parse_policy(text: str, *, name: str, base: Path) -> Policy:
     """`name` is what errors call the file. Raises PolicyError."""
-    return check_text(text, name=name, base=base).policy
+    return _policy(Document(name, text), base)
 
 
-def check_text(text: str, *, name: str, base: Path) -> Checked:
-    """As `parse_policy`, with what may not be meant. Raises PolicyError."""
+def check_text(text: str, *, name: str, base: Path, clock: Clock | None = None) -> Checked:
+    """As `parse_policy`, with what may not be meant, which takes longer. Raises PolicyError."""
     document = Document(name, text)
-    context = {"base": str(base)}
+    policy = _policy(document, base)
+    wall = (clock or SystemClock()).wall()
+    doubts = sorted({document.problem(one.path, one.text) for one in warnings(policy, wall)})
+    return Checked(policy, tuple(_line(name, doubt) for doubt in doubts))
+
+
+def _policy(document: Document, base: Path) -> Policy:
+    name, context = document.name, {"base": str(base)}
     try:
         policy = Policy.model_validate(document.data, context=context)
     except ValidationError as error:
@@ -62,8 +73,7 @@ def check_text(text: str, *, name: str, base: Path) -> Checked:
         if not found:
             found = [document.problem(path, text) for path, text in _against_model(policy)]
         if not found:
-            doubts = sorted({document.problem(one.path, one.text) for one in warnings(policy)})
-            return Checked(policy, tuple(_line(name, doubt) for doubt in doubts))
+            return policy
     raise PolicyError([_line(name, one) for one in sorted(set(found))])
 
 
@@ -113,6 +123,8 @@ _VLLM_STAND_IN: dict[str, Any] = _STAND_IN | {
 
 def _rest(data: dict[str, Any], wrong: set[KeyPath], context: dict[str, str]) -> Iterator[Contradiction]:
     """The contradictions among the values that are valid."""
+    if len(wrong) > MANY:
+        return
     # an entry that is wrong puts its whole list in doubt: the indices of the others would shift
     wrong = {path[: next((i for i, part in enumerate(path) if isinstance(part, int)), len(path))] for path in wrong}
     copy: Any = data

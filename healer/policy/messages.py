@@ -1,5 +1,6 @@
 """What pydantic found wrong, in the words of a policy file."""
 
+import datetime
 import difflib
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin
@@ -11,12 +12,18 @@ from healer.policy.schema import KeyPath, Policy
 from healer.policy.schema.policy import NAME_PATTERN
 from healer.policy.schema.scaling import SIGNAL_NAME
 
+_LONGEST = 60
+"""Characters of a value that a message repeats."""
+
 
 def kind_of(value: object) -> str:
     if value is None:
         return "nothing"
+    if isinstance(value, datetime.date):
+        return f"the date {value} (with quotes it is a string)"
     if isinstance(value, (bool, int, float, str)):
-        return repr(value)
+        text = repr(value)
+        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
     if isinstance(value, dict):
         return "a mapping"
     return "a list" if value else "an empty list"

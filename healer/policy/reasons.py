@@ -1,4 +1,4 @@
-"""What a decision asks for and why: the two enumerations that metrics, journal and `docs/decisions.md` share.
+"""What a decision asks for and why: the two enumerations that healing, load, metrics, journal and `docs/decisions.md` share.
 
 `python -m healer.policy.reasons` prints `docs/decisions.md`.
 """
@@ -25,7 +25,11 @@ class Step(_Documented):
     REPLACE = "replace", "Release a live rank and refill its slot."
     SCALE_DOWN = "scale-down", "Release a live rank; its slot leaves the target."
     DRAIN = "drain", "Retire a rank that still serves: its requests are handed over, then its slot leaves the target."
-    RETRY = "retry", "Leave the rank as it is for the backoff, and look again."
+    RETRY = (
+        "retry",
+        "Leave the rank as it is for the backoff, and look again; where the group waits for it, drop the step in flight "
+        "and run it again.",
+    )
     HOOK = "hook", "Run a hook of the policy for the slot."
     REFILL = "refill", "Ask for a rank in an empty slot."
     GIVE_UP = "give-up", "Take an empty slot out of the target."
@@ -38,7 +42,8 @@ ACTS = frozenset(Step) - {Step.NONE, Step.HUMAN}
 
 
 class Reason(_Documented):
-    """Why. Each is a label of `healer_decisions_total`."""
+    """Why, of healing and of load alike. Each is a label of `healer_decisions_total` or the `reason` of a scaling decision;
+    the words stay."""
 
     STARTING = "starting", "No live rank is known yet."
     ALL_HEALTHY = "all-healthy", "Every live rank is heard, and the group has its intended size."
@@ -86,8 +91,50 @@ class Reason(_Documented):
     OPERATOR = "operator", "Asked through the API."
     LOAD = "load", "A load rule or a schedule asks for another size."
     EXECUTOR = "executor", "The executor itself gave a rank up and is replacing it."
-    REFUSED = "refused", "A request that cannot be met."
+    REFUSED = "refused", "A request that cannot be met: the bounds or the target refuse it."
     HEALING_FIRST = "healing-first", "A change of size waits, since a rank is being healed."
+
+    NO_RULES = "no-rules", "The policy has no load rules, and no bound asks for another size."
+    CONTENT = "content", "No load rule wants another size."
+    RULE = "rule", "A load rule wants another size, and nothing speaks against it."
+    SCHEDULE = "schedule", "A bound of a schedule asks for another size."
+    BOUNDS = "bounds", "The size is outside of `spec.bounds`, or has no room for every expert."
+    SIGNAL_MISSING = "signal-missing", "A load rule cannot be judged: nothing shrinks, and it lets nothing grow."
+    STABILISATION = "stabilisation", "Not wanted for long enough (`load.behavior`, stabilizationWindow)."
+    RATE = "rate", "As much was changed lately as `load.behavior` allows (policies)."
+    DISABLED = "direction-disabled", "`load.behavior` forbids this direction (selectPolicy)."
+    COOLDOWN = "cooldown", "The size changed within `load.cooldown`."
+    DOES_NOT_FIT = "does-not-fit", "The load would not fit fewer ranks with `load.fitMargin` to spare."
+    AT_BOUND = "at-bound", "The bounds or a schedule allow no more, or no less."
+    BUDGET = "budget", "The rank-hours of the day are spent (`bounds.budgetRankHoursPerDay`)."
+    HELD = (
+        "held",
+        "A reconfiguration, an incident, a pause or a maintenance window: healing and people come before load. The "
+        "sentence says which.",
+    )
+
+
+SCALING = frozenset(
+    {
+        Reason.NO_RULES,
+        Reason.CONTENT,
+        Reason.RULE,
+        Reason.SCHEDULE,
+        Reason.BOUNDS,
+        Reason.SIGNAL_MISSING,
+        Reason.STABILISATION,
+        Reason.RATE,
+        Reason.DISABLED,
+        Reason.COOLDOWN,
+        Reason.DOES_NOT_FIT,
+        Reason.AT_BOUND,
+        Reason.BUDGET,
+        Reason.HELD,
+    }
+)
+"""Reasons that only the load loop gives."""
+BOTH = frozenset({Reason.STARTING, Reason.REFUSED})
+"""Reasons that both loops give."""
 
 
 _HEAD = """\
@@ -106,7 +153,8 @@ written once.
    rule matches and, for each other, which keys do not fit.
 2. **Ladder.** The rule's actions are taken in order. Each has attempts, a backoff that doubles up to an hour, and a deadline;
    after the last attempt comes the next action, or a human where `onFailure` says so.
-   * `retry` waits; a dead rank is not waited for.
+   * `retry` gives the rank time; a dead rank gets none. Where the group waits for the rank, all ranks drop the step in flight
+     and run it again, so that a hiccup costs one pause and no rank; one that does not answer within `deadlines.commit` is lost.
    * `replace` releases the other ranks at once and refills the slot.
    * `scale-down` does the same, and the slot leaves the target.
    * `drain` hands the requests over first. A rank that cannot answer is scaled down instead.
@@ -138,12 +186,26 @@ change is a note in the journal.
 
 def document() -> str:
     """`docs/decisions.md`."""
-    lines = [*_table("Step", Step), "", "## Reasons", "", *_table("Reason", Reason)]
-    return _HEAD + "\n".join(lines) + "\n"
+    steps = ["| Step | Meaning |", "|---|---|", *(f"| `{step}` | {step.text} |" for step in Step)]
+    reasons = ["| Reason | Of | Meaning |", "|---|---|---|", *(f"| `{r}` | {_of(r)} | {r.text} |" for r in Reason)]
+    return _HEAD + "\n".join(steps) + _REASONS + "\n".join(reasons) + "\n"
 
 
-def _table(heading: str, values: type[_Documented]) -> list[str]:
-    return [f"| {heading} | Meaning |", "|---|---|", *(f"| `{v}` | {v.text} |" for v in values)]
+def _of(reason: Reason) -> str:
+    return "both" if reason in BOTH else "load" if reason in SCALING else "healing"
+
+
+_REASONS = """
+
+## Reasons
+
+Two loops decide: healing, upon faults and requests, and load, upon the size ([autoscaling.md](autoscaling.md)). They share one
+set of reasons. A decision of healing is counted in `healer_decisions_total` with its reason. One of load is logged and
+journalled as `scaling` with its reason, and `healer status` shows the newest; when it changes the size, the change itself is a
+decision with step `scale` and reason `load`. Where load waits for healing or for people (`held`), its sentence repeats what
+healing says, such as `paused`, `maintenance` or `healing-first`.
+
+"""
 
 
 if __name__ == "__main__":

@@ -35,10 +35,13 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     evidence: dict[str, Evidence] = {}
     """Standing, by id; empty for a journal."""
     load: LoadLine | None = None
+    note: str = ""
+    """What of the recording did not count."""
 
 
 def frames(path: Path) -> Iterator[Frame]:
-    """Read a trace or a journal. Raises TraceError or ElasticError that names the place."""
+    """Read a trace or a journal. Times do not go back: where the host was booted in between, the wall clock says how long
+    that took. Raises TraceError or ElasticError that names the place."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         if file.read(len(SQLITE)) == SQLITE:
             return _of_journal(path)
@@ -61,6 +64,8 @@ def _of_trace(trace: Trace) -> Iterator[Frame]:
             judge.take([line.evidence])
         yield _judged(judge, view, now, line if isinstance(line, LoadLine) else None)
     yield from _between(judge, view, now, now + SETTLE_S)
+    if trace.cut:
+        yield msgspec.structs.replace(_judged(judge, view, now + SETTLE_S), note=trace.cut)
 
 
 def _between(judge: Judge, view: ViewLine, since: float, until: float) -> Iterator[Frame]:
@@ -87,12 +92,13 @@ def _at(line: AnyLine) -> float:
 
 
 def _of_journal(path: Path) -> Iterator[Frame]:
-    query = "SELECT monotonic, kind, body FROM entries WHERE kind IN (?, ?, ?) ORDER BY seq"
+    query = "SELECT monotonic, wall, kind, body FROM entries WHERE kind IN (?, ?, ?) ORDER BY seq"
     verdicts: dict[int, Verdict] = {}
     live: tuple[int, ...] = ()
     with contextlib.closing(open_readonly(path)) as connection:
-        for at, kind, text in connection.execute(query, (Kind.VERDICT, Kind.OUTCOME, Kind.LIFECYCLE)):
-            body, load = msgspec.json.decode(text), None
+        clock = _OneClock()
+        for monotonic, wall, kind, text in connection.execute(query, (Kind.VERDICT, Kind.OUTCOME, Kind.LIFECYCLE)):
+            body, load, at = msgspec.json.decode(text), None, clock.at(monotonic, wall)
             try:
                 if kind == Kind.VERDICT:
                     verdict = msgspec.convert(body["verdict"], Verdict)
@@ -111,3 +117,16 @@ def _of_journal(path: Path) -> Iterator[Frame]:
             slots = live or tuple(sorted(verdicts))
             ranks = tuple(verdicts[s].rank if s in verdicts else RankRef(s, 0) for s in slots)
             yield Frame(at=at, live=ranks, verdicts=tuple(verdicts.values()), load=load)
+
+
+class _OneClock:
+    """The monotonic clocks of several boots as one."""
+
+    def __init__(self) -> None:
+        self._offset_s = self._monotonic = self._wall = 0.0
+
+    def at(self, monotonic: float, wall: float) -> float:
+        if monotonic < self._monotonic:
+            self._offset_s += self._monotonic - monotonic + max(0.0, wall - self._wall)
+        self._monotonic, self._wall = monotonic, wall
+        return monotonic + self._offset_s

@@ -1,7 +1,7 @@
 """What a policy would have done with a recording.
 
 The recording is followed as it was: ranks die and come back when they did. A rank that the policy acts upon is not decided
-upon again in its incarnation. The size is the policy's own: it grows `boot_s` after it was asked to, and what the ranks
+upon again in its incarnation, unless it was only given time (`retry`). The size is the policy's own: it grows `boot_s` after it was asked to, and what the ranks
 share, such as waiting requests, is as recorded whatever the size; latencies are as recorded too, since nobody knows better.
 """
 
@@ -19,12 +19,16 @@ from healer.load.plan import compile_rules
 from healer.load.readings import Known, Level
 from healer.policy import guards
 from healer.policy.decide import Decision, State, decide
-from healer.policy.memory import Memory, remember
+from healer.policy.memory import Began, Memory, Phase, remember
 from healer.policy.observe import observe
+from healer.policy.reasons import Step
 from healer.policy.recording import Frame
 from healer.policy.schedules import Calendar
 from healer.policy.schema import Policy, Predictive
 from healer.trace import LoadLine
+
+MOST_TICKS = 20_000
+"""Between two samples of load: where a recording was silent for days, time goes on in longer steps."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -126,6 +130,8 @@ class Player:
         self._hours += self.size * max(0.0, frame.at - self._now) / 3600
         self._now = frame.at
         self._slots |= {rank.slot for rank in frame.live}
+        if frame.note:
+            self._notes[frame.note] = None
         self._heal(frame)
         if frame.load is not None:
             self._scale(frame, frame.load)
@@ -154,7 +160,9 @@ class Player:
         for one in decisions:
             if one.acts or one.key not in self._said:
                 self._row(_healing_row(one, self._since(frame.at)))
-            if one.acts:
+            if one.acts and one.step is Step.RETRY:
+                self._memory = remember(self._memory, _begun(one, frame.at))
+            elif one.acts:
                 self._condemned |= {v.rank for v in one.verdicts if isinstance(v.subject, RankRef)}
         self._said = {one.key for one in decisions}
 
@@ -169,7 +177,7 @@ class Player:
             return
         stale_s = min((s.stale_after_s for s in policy.spec.load.signals.values()), default=math.inf)
         # between two samples time goes on: conditions hold, windows pass, samples age
-        step_s = policy.spec.load.interval_s
+        step_s = max(policy.spec.load.interval_s, (at - self._last_load) / MOST_TICKS)
         if self._last_load:
             quiet = self._last_load + step_s
             while quiet < at:
@@ -229,6 +237,19 @@ class Player:
 
     def _row(self, row: Row) -> None:
         self._rows.append(row)
+
+
+def _begun(one: Decision, at: float) -> Began:
+    return Began(
+        ranks=tuple(verdict.rank for verdict in one.verdicts),
+        rule=one.rule,
+        cause=one.cause,
+        rung=one.rung,
+        step=one.step,
+        phase=Phase.RUNNING,
+        destructive=False,
+        at=at,
+    )
 
 
 def _levels(line: LoadLine) -> dict[str, Level]:

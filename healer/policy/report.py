@@ -63,23 +63,30 @@ def show_difference(out: Console, old: Replayed, new: Replayed) -> None:
 
 def show_explained(out: Console, told: Explained) -> None:
     if told.scaling is not None:
-        return _scaling(out, told.scaling)
+        return _scaling(out, told.scaling, told.missing)
     table = _table("RULE", "OUTCOME", "WHY")
     for one in told.rules:
         table.add_row(escape(one.rule), one.outcome, escape("; ".join(map(str, one.because)) or "-"))
     out.print(table)
     if told.ladder:
-        out.print(f"actions: {', '.join(told.ladder)}")
+        out.print(
+            f"actions: {', '.join(told.ladder)} (bounds, guards and what was tried before are not looked at here)"
+        )
+    elif not told.asks:
+        out.print("no rule matches: nothing is done, since the rank is not unhealthy")
     else:
         out.print("no rule matches: a human is asked")
     return None
 
 
-def _scaling(out: Console, decision: ScaleDecision) -> None:
+def _scaling(out: Console, decision: ScaleDecision, missing: tuple[str, ...]) -> None:
     table = _table("RULE", "STANCE", "WANTS", "WHY")
     for vote in decision.votes:
         table.add_row(escape(vote.rule), vote.stance.value, str(vote.wanted), escape(vote.text))
-    out.print(table)
+    if decision.votes:
+        out.print(table)
+    if missing:
+        out.print(f"missing, since the event gives no value: {', '.join(missing)} (a number, or {missing[0]}=idle)")
     out.print(f"{decision.reason.value}: {escape(decision.sentence)}")
 
 

@@ -3,16 +3,21 @@ thousand ranks and hundreds of rules cost little; the same code tells why a rule
 """
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
+from heapq import merge
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
 
 from healer.diagnosis import Cause, Health, Verdict
 from healer.evidence import Evidence, RankRef, Severity, What
-from healer.policy.expressions import Condition, ExpressionError
+from healer.policy.expressions import Condition, ExpressionError, compiled
 from healer.policy.schema import Match, Policy, Rule
+
+MOST_FILED = 64
+"""Slots of one rule."""
 
 _RANK_OF = {Severity.INFO: 0, Severity.WARNING: 1, Severity.CRITICAL: 2}
 
@@ -141,13 +146,8 @@ class CompiledRule:
         self.rule, self.index, self.name = rule, index, rule.name
         self._healths = frozenset(rule.match.verdict)
         self.causes = None if rule.match.cause is None else frozenset(rule.match.cause)
-        self.everywhere = rule.match.slot is None
-        """Names no slots."""
-
-    @cached_property
-    def _tests(self) -> tuple[_Test, ...]:
+        self._tests = tuple(_tests(rule.match))
         """Only of the keys that are given, cheap ones first."""
-        return tuple(_tests(self.rule.match))
 
     def fits_health(self, health: Health) -> bool:
         return health.value in self._healths
@@ -214,7 +214,7 @@ def _tests(match: Match) -> Iterator[_Test]:
     for name, value in (match.labels or {}).items():
         yield _label(name, value)
     if match.when is not None:
-        condition = Condition(match.when)
+        condition = compiled(match.when)
         yield _Test("match.when", match.when, lambda f: _met(condition, f) == "true", lambda f: _met(condition, f))
 
 
@@ -239,37 +239,46 @@ class RuleBook:
         self.policy = policy
         self.rules = tuple(CompiledRule(rule, index) for index, rule in enumerate(policy.spec.healing.rules))
         self.by_name = {one.name: one for one in reversed(self.rules)}
-        self._index: dict[tuple[Health, Cause], tuple[CompiledRule, ...]] = {
-            (health, cause): tuple(
-                one
+        self._at_slot: dict[int, list[CompiledRule]] = {}
+        """Rules that name few slots, by slot, in order."""
+        everywhere = [one for one in self.rules if not self._names_slots(one)]
+        able = {
+            (health, cause): frozenset(
+                one.index
                 for one in self.rules
                 if one.fits_health(health) and (one.causes is None or cause.value in one.causes)
             )
             for health in Health
             for cause in Cause
         }
-        self._at_slot: dict[int, frozenset[int]] = {}
+        self._able = able
+        """Indices of the rules that verdict and cause fit."""
+        self._index = {key: tuple(one for one in everywhere if one.index in fit) for key, fit in able.items()}
+        """Of these, the rules for any slot."""
         target = policy.spec.target
         self._labels = {slot: target.labels_of(slot) for slot in range(target.max_ranks)} if target.slot_labels else {}
 
     def concerns(self, verdict: Verdict) -> bool:
         """False: no rule can match such a verdict, whatever it rests on."""
-        return bool(self._index[verdict.health, verdict.cause])
+        return bool(self._able[verdict.health, verdict.cause])
 
     def first(self, facts: Facts) -> CompiledRule | None:
         """The rule that answers the case. Raises nothing: a condition that fails counts as no match."""
-        here = self._here(facts.slot)
-        candidates = self._index[facts.verdict.health, facts.verdict.cause]
-        return next((one for one in candidates if (one.everywhere or one.index in here) and one.matches(facts)), None)
+        key = facts.verdict.health, facts.verdict.cause
+        candidates: Iterable[CompiledRule] = self._index[key]
+        if here := self._at_slot.get(facts.slot):
+            fit = self._able[key]
+            candidates = merge(candidates, (one for one in here if one.index in fit), key=_index_of)
+        return next((one for one in candidates if one.matches(facts)), None)
 
-    def _here(self, slot: int) -> frozenset[int]:
-        """Of the rules that name slots, those that name this one."""
-        found = self._at_slot.get(slot)
-        if found is None:
-            named = ((one.index, one.rule.match.slot) for one in self.rules if one.rule.match.slot is not None)
-            found = frozenset(index for index, spans in named if any(span.holds(slot) for span in spans))
-            self._at_slot[slot] = found
-        return found
+    def _names_slots(self, one: CompiledRule) -> bool:
+        """Files the rule under the slots that it names; a rule for many slots is tried at each, and looks for itself."""
+        spans = one.rule.match.slot
+        if spans is None or sum(span.last - span.first + 1 for span in spans) > MOST_FILED:
+            return False
+        for slot in sorted({slot for span in spans for slot in range(span.first, span.last + 1)}):
+            self._at_slot.setdefault(slot, []).append(one)
+        return True
 
     def labels(self, slot: int) -> Mapping[str, str]:
         return self._labels.get(slot, {})
@@ -288,6 +297,8 @@ class RuleBook:
             told.append(Considered(one.name, outcome, because))
         return tuple(told)
 
+
+_index_of = attrgetter("index")
 
 _books: dict[int, RuleBook] = {}
 _MAX_BOOKS = 8

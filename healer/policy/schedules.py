@@ -40,6 +40,15 @@ class Recurring(Protocol):
     def until(self) -> str | None: ...
 
 
+class Lasting(msgspec.Struct, frozen=True):
+    """A recurring time that lasts for a duration, such as a maintenance window."""
+
+    cron: str
+    timezone: str
+    for_s: float | None
+    until: None = None
+
+
 class InForce(msgspec.Struct, frozen=True):
     """The bounds by schedules at one moment."""
 

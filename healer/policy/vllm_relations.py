@@ -17,6 +17,7 @@ def vllm_relations(policy: Policy) -> Iterator[Contradiction]:
         yield from _bounds(policy)
         yield from (_launched(target) if target.mode == "launch" else _attached(policy, target))
         yield from _addresses(policy, target)
+        yield from _ladders(policy)
 
 
 def _place(*keys: str | int) -> KeyPath:
@@ -32,6 +33,15 @@ def _bounds(policy: Policy) -> Iterator[Contradiction]:
         if signal.source == "gateway" and signal.metric == "kvUse":
             text = "kvUse is not told by vLLM's ranks this way, expected the metric vllm:kv_cache_usage_perc"
             yield Contradiction(("spec", "load", "signals", name, "metric"), _place("kind"), text)
+
+
+def _ladders(policy: Policy) -> Iterator[Contradiction]:
+    for index, rule in enumerate(policy.spec.healing.rules):
+        for number, action in enumerate(rule.actions):
+            if action == "retry":
+                text = "retry is not for vLLM, which cannot drop a step and run it again (replace tries its own retry first)"
+                text += ", expected it away"
+                yield Contradiction(("spec", "healing", "rules", index, "actions", number), _place("kind"), text)
 
 
 def _launched(target: VllmTarget) -> Iterator[Contradiction]:

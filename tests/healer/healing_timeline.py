@@ -23,6 +23,7 @@ from ruamel.yaml import YAML
 
 from elastic.errors import Infeasible
 from healer.actions import NOTE, Actions, asked, recalled
+from healer.authority import Authority
 from healer.casebook import Casebook
 from healer.diagnosis import Cause, Confidence, Health, Verdict
 from healer.evidence import Evidence, Severity, What
@@ -107,8 +108,18 @@ class World:
         log = LateLog("test")
         metrics = Metrics(cast(Any, None), lambda: 0)
         casebook = Casebook(self.journal, self.clock, metrics, log)
+        self.authority = Authority()
         self.actions = Actions(
-            cast(Any, self.group), self.roster, casebook, self.journal, metrics, log, self.clock, self.policy, Hooks
+            cast(Any, self.group),
+            self.roster,
+            casebook,
+            self.journal,
+            metrics,
+            log,
+            self.clock,
+            self.policy,
+            Hooks,
+            self.authority,
         )
         self.roster.refresh(self.group.observe())
 
@@ -123,7 +134,8 @@ class World:
         """`dead`, `hung`, `suspected`, `well`: slots. `sick`: cause by slot, conclusive, seen once. `verdicts`: by slot
         health, cause, confidence, evidence (what, value, source, by, severity, age). `late`: the daemon was late or not.
         `busy`: the executor's sequence. `survivable`: losses. `boots_fail`: number by slot. `hook_fails`: names whose next
-        call fails. `refuse`: why the target refuses. `drain_hangs`: a rank that leaves never does. `restart`: of the daemon. `pause`,
+        call fails. `refuse`: why the target refuses. `drain_hangs`: a rank that leaves never does; `drain_s`: how long it
+        takes. `superseded`: another daemon holds the lease, and why this one may not act. `restart`: of the daemon. `pause`,
         `resume`, `reset_breaker`, `release`, `quarantine`, `drain`, `replace`, `cancel`, `scale`: an operator's requests."""
         for name, value in what.items():
             getattr(self, f"_on_{name}")(value)
@@ -235,6 +247,12 @@ class World:
 
     def _on_drain_hangs(self, hangs: bool) -> None:
         self.group.drain_hangs = hangs
+
+    def _on_drain_s(self, seconds: float) -> None:
+        self.group.drain_s = seconds
+
+    def _on_superseded(self, why: str) -> None:
+        self.authority.end(why)
 
     def _on_restart(self, _: bool) -> None:
         self.end()

@@ -142,6 +142,19 @@ def test_a_policy_is_compiled_once() -> None:
     assert book_of(one) is book_of(one)
 
 
+def test_the_first_decision_waits_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """500 conditions took 0.4 s to compile, at the first fault."""
+    made = policy("{name: a, match: {when: 'failures > 0 && lost < 4'}, actions: [replace]}")
+
+    def compile_now(text: str) -> None:
+        raise AssertionError(f"{text} is compiled while a decision waits")
+
+    monkeypatch.setattr("cel.compile", compile_now)
+    state = State(live=(rank(1),), target=(0, 1, 2, 3), sequence="", failed={})
+    (found,) = [one for one in decide(made, [verdict(slot=1)], state, 1.0) if one.rule]
+    assert (found.rule, found.step) == ("a", "replace")
+
+
 def test_a_thousand_ranks_and_five_hundred_rules_are_decided_upon_in_no_time() -> None:
     """The bound is ten times what was measured, since other work may run beside the test."""
     causes = ["ecc", "thermal", "remap", "nvlink", "fabric"]

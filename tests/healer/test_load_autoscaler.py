@@ -12,10 +12,10 @@ from elastic.gateway.metrics import GatewayMetrics
 from elastic.protocol import Counters
 from elastic.view import Member
 from healer.load.autoscaler import Autoscaler, RankHours
-from healer.load.decision import ScaleReason
 from healer.load.forecast import POINTS, Forecaster, History, fit
 from healer.load.readings import Known
 from healer.load.scraper import Scraper
+from healer.policy.reasons import Reason
 from tests.healer.load_timeline import policy_of
 
 
@@ -88,7 +88,7 @@ async def test_ranks_that_fall_silent_are_missing_and_the_group_keeps_its_size()
     for _ in range(400):
         decision = await world.second()
         assert not decision.acts
-    assert decision.reason is ScaleReason.SIGNAL_MISSING
+    assert decision.reason is Reason.SIGNAL_MISSING
 
 
 async def test_latency_and_throughput_come_from_the_gateways_own_page() -> None:
@@ -98,15 +98,18 @@ async def test_latency_and_throughput_come_from_the_gateways_own_page() -> None:
         "ttft": {"metric": "ttft", "window": "30s"},
         "tokens": {"metric": "tokensPerSecond"},
         "itl": {"metric": "itl"},
+        "queue": {"metric": "queueTime"},
     }
     rules = [{"kind": "targetTracking", "name": "latency", "signal": "ttft", "target": 0.5}]
     world, metrics = World({"load": {"cooldown": "0s", "signals": signals, "rules": rules}}), GatewayMetrics()
     for _ in range(10):
         metrics.tokens.inc(20)
         metrics.ttft.observe(0.9)
+        metrics.queue.observe(0.4)
         world.pages["gateway"] = generate_latest(metrics.registry).decode()
         decision = await world.second()
     assert 0.5 < world.scaler.levels["ttft"].value <= 1.0
+    assert 0.25 < world.scaler.levels["queue"].value <= 0.5
     assert world.scaler.levels["tokens"].value == pytest.approx(20.0)
     assert world.scaler.levels["itl"].known is Known.IDLE
     assert decision.size > 2

@@ -11,6 +11,7 @@ from healer.load.engine import Group, ScalerState, Seen, evaluate
 from healer.load.forecast import Forecast
 from healer.load.plan import compile_rules
 from healer.load.readings import MISSING, Known, Level
+from healer.policy.reasons import Reason
 from healer.policy.schedules import InForce
 from tests.healer.load_timeline import policy_of
 
@@ -77,6 +78,29 @@ def test_whatever_the_load_does_no_size_outside_the_bounds_is_ever_asked_for(mom
             assert moment["ceiling"] is None or decision.size <= max(2, moment["ceiling"])
             size = decision.size
         assert decision.sentence
+
+
+@settings(max_examples=100, deadline=None)
+@given(MOMENTS, st.lists(st.booleans(), min_size=60, max_size=60), st.sampled_from(["held", "dry run"]))
+def test_whatever_the_load_does_nothing_is_begun_while_the_group_is_held_and_never_in_a_dry_run(
+    moments: Any, held: list[bool], mode: str
+) -> None:
+    rules = RULES if mode == "held" else compile_rules(policy_of(SPEC | {"dryRun": True}))
+    state, size, begun = ScalerState(), 4, 0
+    for second, moment in enumerate(moments):
+        waits = mode == "held" and held[second]
+        calendar = InForce(moment["floor"], moment["ceiling"], "floor", "ceiling", ("floor", "ceiling"))
+        levels = {name: moment[name] for name in ("waiting", "kv", "ttft")}
+        group = Group(size, size, "a join is under way" if waits else "")
+        decision, state = evaluate(rules, state, Seen(group, levels, {}, calendar), float(second))
+        if decision.acts:
+            assert mode == "held"
+            assert not waits
+            size = decision.size
+            begun += 1
+        elif waits and decision.wanted != size and "held: " in decision.sentence:
+            assert decision.reason is Reason.HELD
+    assert mode == "held" or begun == 0
 
 
 @settings(max_examples=100, deadline=None)

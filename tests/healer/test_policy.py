@@ -1,8 +1,10 @@
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.config import ModelShape
@@ -135,6 +137,10 @@ def test_a_network_address_with_a_token_is_accepted() -> None:
         ("- 1\n", "p.yaml:1:1: is a list, expected a mapping with apiVersion: healer/v1"),
         ("a: [1\nb: 2", "p.yaml:2:2: not valid YAML: expected ',' or ']', but got ':'"),
         ("a: 1\na: 2\n", 'p.yaml:2:1: not valid YAML: found duplicate key "a" with value "2" (original value: "1")'),
+        ("a: 2026-13-41\n", "p.yaml:1:4: not valid YAML: '2026-13-41': month must be in 1..12"),
+        ("a: " + "9" * 5000, f"p.yaml:1:4: not valid YAML: '{'9' * 37}'... is a number of 5000 digits, expected fewer"),
+        ("a:\n  [b, c]: d\n", "p.yaml:2:3: not valid YAML: a key is a list or a mapping, expected a word"),
+        ("a:\n  ? {b: c}\n  : d\n", "p.yaml:2:5: not valid YAML: a key is a list or a mapping, expected a word"),
         ("---\na: 1\n---\nb: 2\n", "p.yaml:3:1: not valid YAML: but found another document"),
     ],
 )
@@ -150,6 +156,25 @@ def test_files_that_cannot_be_read_are_told_by_name(tmp_path: Path) -> None:
         assert str(tmp_path / name) in str(caught.value)
 
 
+@pytest.mark.parametrize("part", ["[", "{", "- ", "? ", "a, ", "[a, ", "- b\n", "&a [*a, "])
+def test_a_large_file_that_is_no_policy_is_refused_quickly(part: str) -> None:
+    began = time.process_time()
+    told = problems(f"x: [{part * (100_000 // len(part))}" if part == "a, " else part * (100_000 // len(part)))
+    assert len(told) == 1
+    assert re.match(r"p\.yaml:\d+:\d+: .*expected", told[0])
+    assert time.process_time() - began < 3.0
+
+
+def test_a_date_and_a_long_number_are_told_as_what_they_are() -> None:
+    dated = problems(POLICY.replace("name: test", "name: 2026-01-01"))
+    assert dated == [
+        "p.yaml:4:9: metadata.name: the date 2026-01-01 (with quotes it is a string) is not valid, expected a string"
+    ]
+    long = problems(POLICY.replace("ranks: 4", "ranks: " + "9" * 4000))
+    assert all(len(problem) < 300 for problem in long)
+    assert "(4000 characters)" in long[0]
+
+
 def test_a_file_that_unfolds_without_end_is_refused() -> None:
     bomb = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
     assert any("too large" in p for p in problems(bomb))
@@ -163,6 +188,7 @@ _VALUES = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(_KEYS, _VALUES, max_size=4), st.integers(0, len(POLICY)), st.text(max_size=4))
 def test_no_file_ends_in_a_traceback(data: dict[str, object], cut: int, junk: str) -> None:
     for text in (json.dumps(data), POLICY[:cut] + junk + POLICY[cut:], POLICY + f"  healing: {json.dumps(data)}\n"):

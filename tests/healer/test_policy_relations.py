@@ -10,7 +10,7 @@ from healer.policy.load import PolicyError, check_text, parse_policy
 from tests.healer.support import POLICY
 
 HOOKS = "  hooks: {page: {kind: webhook, url: 'http://a/b'}, reset: {kind: reset, command: [r]}}\n"
-SIGNALS = "    signals: {w: {metric: waiting}, kv: {metric: kvUse, scope: rank}}\n"
+SIGNALS = "    signals: {w: {metric: waiting}, kv: {metric: kvUse, scope: rank, aggregate: mean}}\n"
 
 
 def problems(more: str, policy: str = POLICY) -> list[str]:
@@ -183,6 +183,14 @@ def test_an_error_in_one_rule_hides_no_error_elsewhere() -> None:
     ]
 
 
+def test_a_retry_is_refused_where_the_target_cannot_run_a_step_again() -> None:
+    target = "    kind: vllm\n    model: m\n    runDir: run\n    ranks: 2\n    maxRanks: 4\n"
+    policy = POLICY[: POLICY.index("    kind: embedded")] + target + "  bounds: {minRanks: 2}\n"
+    (problem,) = problems(rule("{name: a, actions: [retry, replace]}"), policy)
+    assert re.match(r"p\.yaml:\d+:\d+: spec\.healing\.rules\[0\]\.actions\[0\]: retry is not for vLLM", problem)
+    assert problems(rule("{name: a, actions: [replace]}"), policy) == []
+
+
 def test_a_floor_of_redundancy_that_the_model_cannot_keep_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", Options(layers=1, experts=16))
     policy = POLICY.replace("checkpoint: model", f"checkpoint: {tmp_path / 'model'}")
@@ -242,7 +250,8 @@ def test_what_may_not_be_meant_is_a_warning_and_no_error(more: str, told: list[s
     ],
 )
 def test_a_rule_below_a_narrower_one_is_reached(first: str) -> None:
-    assert warned(rules(first, "{name: b, actions: [human]}")) == []
+    labels = "    slotLabels: [{slots: [0], labels: {rack: a}}]\n"
+    assert warned(labels + rules(first, "{name: b, actions: [human]}")) == []
 
 
 def test_a_minimal_policy_is_without_warnings() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,58 @@ def run(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def test_a_journal_that_lived_through_a_boot_of_the_host_goes_on_by_the_wall_clock(tmp_path: Path) -> None:
+    class Clock(SystemClock):
+        now, epoch = 50_000.0, 1_780_000_000.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+        def wall(self) -> float:
+            return self.epoch
+
+    clock = Clock()
+    journal = Journal.open(tmp_path / "journal.db", clock)
+    for monotonic, wall in ((50_000.0, 0.0), (50_010.0, 10.0), (20.0, 70.0), (30.0, 80.0)):
+        clock.now, clock.epoch = monotonic, 1_780_000_000.0 + wall
+        sample = LoadLine(at=monotonic, wall=clock.epoch, values={"waiting": 1.0})
+        journal.add(Kind.LIFECYCLE, {"event": "load", "sample": sample})
+    journal.close()
+    assert [round(frame.at) for frame in frames(tmp_path / "journal.db")] == [50_000, 50_010, 50_070, 50_080]
+
+
+def test_a_replay_tells_that_the_last_line_was_cut_off(tmp_path: Path) -> None:
+    trace = a_day(tmp_path / "t.jsonl")
+    trace.write_bytes(trace.read_bytes()[:-9])
+    found = Player(load_policy(write_policy(tmp_path / "p.yaml", load=LOAD))).play(frames(trace))
+    assert any("the last line was cut off" in note for note in found.notes)
+
+
+def test_a_replay_goes_on_along_the_ladder_where_a_rank_was_only_given_time(tmp_path: Path) -> None:
+    rules = [{"name": "hang", "actions": [{"action": "retry", "maxAttempts": 1, "backoff": "2s"}, "replace"]}]
+    policy = write_policy(tmp_path / "p.yaml", healing={"rules": rules})
+
+    def silent(seq: int, at: float, seconds: float) -> EvidenceLine:
+        told = [("processes", What.PROCESS_STATE, "T"), ("heartbeats", What.SILENCE, seconds)]
+        source, what, value = told[seq % 2]
+        found = Evidence(
+            source=source, seq=seq, subject=RANKS[1], what=what, value=value, severity=Severity.WARNING, at=at, wall=at
+        )
+        return EvidenceLine(evidence=found)
+
+    lines: list[msgspec.Struct] = [silent(1, 102.0, 2.0), silent(2, 102.1, 0.0), silent(3, 106.0, 6.0)]
+    found = played(policy, write_trace(tmp_path / "t.jsonl", lines))
+    assert [row.what for row in found.rows if row.acts] == ["retry 1", "replace 1"]
+
+
+def test_a_recording_that_was_silent_for_years_is_replayed_in_time(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t.jsonl", [load_line(100.0, 4.0), load_line(1e8, 4.0)])
+    began = time.monotonic()
+    found = Player(load_policy(write_policy(tmp_path / "p.yaml", load=LOAD))).play(frames(trace))
+    assert found.span_s > 9e7
+    assert time.monotonic() - began < 30
+
+
 def test_diff_shows_only_what_the_new_policy_does_otherwise(tmp_path: Path) -> None:
     trace, old = a_day(tmp_path / "t.jsonl"), write_policy(tmp_path / "old.yaml", load=LOAD)
     new = write_policy(tmp_path / "new.yaml", load=LOAD, bounds={"maxRanks": 6})
@@ -202,6 +255,8 @@ def test_explain_says_which_rule_answers_and_why_the_others_do_not(tmp_path: Pat
         ("slot=one", "expected a number"),
         ("waiting=many", "expected a number"),
         ("waiting=4,ranks=0", "at least 1"),
+        ("waiting=4,cause=hang", "waiting is about load and cause about a rank"),
+        ("slot=16", "slot=16 is not valid, expected at most 15"),
         (" ", "is empty"),
     ],
 )
@@ -209,6 +264,30 @@ def test_a_wrong_event_says_what_was_expected(tmp_path: Path, event: str, part: 
     code, text = run("explain", write_policy(tmp_path / "p.yaml", load=LOAD), "--event", event)
     assert code != 0
     assert part in text
+
+
+def test_a_load_event_on_a_policy_without_load_rules_is_told_so(tmp_path: Path) -> None:
+    for event in ("waiting=40,ranks=4", "ranks=4", "ttft=2"):
+        code, text = run("explain", write_policy(tmp_path / "p.yaml"), "--event", event)
+        assert code != 0
+        assert f"{event.split('=')[0]} is about load, and the policy has neither load rules nor schedules" in text or (
+            "ranks is about load, and the policy has neither" in text
+        )
+
+
+def test_signals_that_the_event_leaves_out_are_named_as_missing(tmp_path: Path) -> None:
+    signals = {"waiting": {"metric": "waiting"}, "ttft": {"metric": "ttft"}}
+    policy = write_policy(tmp_path / "p.yaml", load=LOAD | {"signals": signals})
+    code, text = run("explain", policy, "--event", "waiting=40")
+    assert code == 0
+    assert "missing, since the event gives no value: ttft (a number, or ttft=idle)" in text
+    assert "missing" not in run("explain", policy, "--event", "waiting=40,ttft=idle")[1]
+
+
+def test_of_a_healthy_rank_no_human_is_asked(tmp_path: Path) -> None:
+    code, text = run("explain", write_policy(tmp_path / "p.yaml"), "--event", "verdict=healthy,cause=straggler")
+    assert code == 0
+    assert "no rule matches: nothing is done, since the rank is not unhealthy" in text
 
 
 @pytest.mark.parametrize("content", [b"", b"hello\n", b'{"line":"header"}\n'])

@@ -80,11 +80,66 @@ def test_a_place_that_cannot_be_written_ends_the_recording_with_the_reason(tmp_p
     recorder.close()
 
 
-def test_a_last_line_that_was_cut_off_ends_the_trace(tmp_path: Path) -> None:
+def test_a_last_line_that_was_cut_off_does_not_count_and_is_told(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     whole = Stage().encoded()
     path.write_bytes(whole[:-20])
-    assert len(list(Trace(path))) == len(whole.splitlines()) - 2
+    trace, last = Trace(path), len(whole.splitlines())
+    assert len(list(trace)) == last - 2
+    assert trace.cut == f"{path}:{last}: the last line was cut off and does not count"
+    done = diagnose(str(path))
+    assert f"note: {trace.cut}" in done.stdout.replace("\n", "")
+    assert json.loads(diagnose(str(path), "--json").stdout)["cut"] == trace.cut
+
+
+def test_a_last_line_that_only_lacks_its_end_of_line_counts(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    whole = Stage().encoded()
+    path.write_bytes(whole.rstrip(b"\n"))
+    trace = Trace(path)
+    assert (len(list(trace)), trace.cut) == (len(whole.splitlines()) - 1, "")
+
+
+def view(at: float, slots: str = '{"kind": "rank", "slot": 0, "incarnation": 1}') -> str:
+    return f'{{"line": "view", "at": {at}, "live": [{slots}]}}'
+
+
+def load(at: float, wall: float = 1.0, rest: str = "") -> str:
+    return f'{{"line": "load", "at": {at}, "wall": {wall}, "values": {{"waiting": 1.0}}{rest}}}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ((view(1500), view(1400)), "3: is at 1400 s, before line 2 at 1500 s, expected a time not before it"),
+        ((load(1500), load(1400)), "3: is at 1400 s, before line 2 at 1500 s, expected a time not before it"),
+        ((view(-1),), "2: is at -1 s, expected seconds from 0 to 1e+10"),
+        ((view(1e12),), "2: is at 1e+12 s, expected seconds from 0 to 1e+10"),
+        ((load(500, 1e300),), "2: has the wall clock 1e+300, expected seconds since 1970"),
+        ((load(500, rest=', "idle": ["waiting"]'),), "2: waiting has a value and is idle, expected one of the two"),
+        ((view(500, '{"kind": "rank", "slot": -1, "incarnation": 1}'),), "2: names slot -1, incarnation 1, expected"),
+        (
+            (view(500, ", ".join(['{"kind": "rank", "slot": 3, "incarnation": 1}'] * 2)),),
+            "2: names slot 3 twice, expected each once",
+        ),
+    ],
+)
+def test_a_line_with_a_time_or_a_slot_that_cannot_be_is_named(tmp_path: Path, lines: tuple[str, ...], why: str) -> None:
+    path = tmp_path / "t.jsonl"
+    header = Stage().encoded().decode().splitlines()[0]
+    path.write_text("\n".join((header, *lines)) + "\n")
+    with pytest.raises(TraceError, match=re.escape(f"{path}:{why}")):
+        list(Trace(path).lines())
+
+
+def test_evidence_that_is_told_late_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    recorder = Recorder(path, LIMITS)
+    recorder.view(view_line(500.0, LIVE, HARDWARE))
+    recorder.evidence([seen(1)], ())
+    recorder.view(view_line(501.0, LIVE[:1], HARDWARE))
+    recorder.close()
+    assert [one.at for one in evidence(path)] == [101.0]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from healer.lease.election import Timing
-from healer.notify import About, Receiver
+from healer.notice import About
+from healer.notify import Receiver
 from healer.policy.schema.base import Count, Duration, Listed, Model, Name, OneOf, PathText
 from healer.retention import Retention
 

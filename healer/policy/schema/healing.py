@@ -70,9 +70,10 @@ class Rung(Model):
     """One step of a ladder. In a file also just the name of the action, or `{hook: NAME}`."""
 
     action: ActionName = "hook"
-    """`retry` waits for the rank to come back by itself; `replace` ends it and refills its slot; `scale-down` ends it and
-    gives its slot up; `drain` hands its requests over and then ends it; `hook` calls one of spec.hooks; `human` does
-    nothing and asks for one."""
+    """`retry` gives the rank time (backoff) to come back by itself; where the group waits for it, the step in flight is
+    dropped at once and run again by the same ranks, and a rank that does not answer within deadlines.commit is lost;
+    `replace` ends it and refills its slot; `scale-down` ends it and gives its slot up; `drain` hands its requests over and
+    then ends it; `hook` calls one of spec.hooks; `human` does nothing and asks for one."""
     hook: Name | None = None
     """The hook to call, a key of spec.hooks."""
     max_attempts: Count | None = None
