@@ -24,6 +24,7 @@ class Controllers:
         self.term = 0
         """The highest seen. 0: no controller has had a lease."""
         self._terms: dict[asyncio.StreamWriter, int] = {}
+        self._observers: set[asyncio.StreamWriter] = set()
 
     def __contains__(self, writer: object) -> bool:
         """False for a connection that was superseded: what it still sends, or has sent, counts for nothing."""
@@ -33,7 +34,15 @@ class Controllers:
         return bool(self._terms)
 
     def writers(self) -> list[asyncio.StreamWriter]:
-        return list(self._terms)
+        """Who is told of what happens: the controllers, and those who only observe."""
+        return [*self._terms, *self._observers]
+
+    def observe(self, writer: asyncio.StreamWriter) -> None:
+        """Somebody who gives no orders: of no term, and superseded by nobody."""
+        self._observers.add(writer)
+
+    def observed_by(self, writer: asyncio.StreamWriter) -> bool:
+        return writer in self._observers
 
     def term_of(self, writer: asyncio.StreamWriter) -> int:
         return self._terms[writer]
@@ -57,6 +66,7 @@ class Controllers:
 
     def discard(self, writer: asyncio.StreamWriter) -> None:
         self._terms.pop(writer, None)
+        self._observers.discard(writer)
 
 
 async def part(reader: asyncio.StreamReader) -> None:

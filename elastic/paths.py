@@ -67,6 +67,11 @@ def fault_path(run_dir: Path, slot: int, incarnation: int) -> Path:
     return run_dir / f"fault-{slot}.{incarnation}"
 
 
+def steps_path(run_dir: Path, slot: int) -> Path:
+    """What the ranks of a slot write of each step; see `elastic.flight`."""
+    return run_dir / "steps" / f"slot-{slot}.jsonl"
+
+
 def log_path(run_dir: Path, name: str) -> Path:
     return run_dir / "logs" / f"{name}.log"
 

@@ -10,7 +10,7 @@ import msgspec
 from elastic.placement.maps import Move, Row
 from elastic.view import View
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 << 20
 
 
@@ -25,7 +25,8 @@ class Hello(Message, frozen=True):
     """First frame of any connection; an agent closes a connection that starts otherwise."""
 
     role: str
-    """"controller" or "gateway"."""
+    """"controller", "gateway", or "observer": one who may ask a rank how it is and hears what controllers hear, whatever
+    their terms, and whose orders are refused."""
     group: str
     version: int = PROTOCOL_VERSION
     term: int = 0
@@ -65,12 +66,13 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Background work before a commit, while the group serves: know the peers' memory, load weights; a joiner also loads
+    """Background work before a commit, while the group serves: know the memory of peers, load weights; a joiner also loads
     its dense weights, warms up and captures. Answered with Prepared."""
 
     id: int
     epoch: int
     peers: tuple[Peer, ...] = ()
+    """Those that weights are to come from."""
     moves: tuple[Move, ...] = ()
     dense_from: int | None = None
     """For a joiner that has no dense weights yet: a live slot to take them from, or -1: host tier or checkpoint."""
@@ -91,8 +93,31 @@ class Link(Message, frozen=True):
     wait: bool
 
 
+class Stage(Message, frozen=True):
+    """The next view of a group that serves, to lie ready for `Switch`; after Prepare and Link on all sides. Answered with
+    Staged."""
+
+    id: int
+    epoch: int
+    view: View
+    peers: tuple[Peer, ...]
+    """All other live ranks, connected before."""
+    base: int
+    """The number of the next dispatch, agreed by all."""
+
+
 class StopAt(Message, frozen=True):
-    """Stage one of a planned stop: stop before `round`. Answered with Parked, or with Late when `round` has begun."""
+    """Stage one of a planned change: stand before `round` unless another order has come by then. Answered at once with Done,
+    or with Late when `round` has begun."""
+
+    id: int
+    epoch: int
+    round: int
+
+
+class Switch(Message, frozen=True):
+    """Stage two, when every rank has accepted the stop before `round`: take over the staged view there and run on. A joiner
+    begins with that round. Answered with Committed, when it is done."""
 
     id: int
     epoch: int
@@ -108,7 +133,8 @@ class Abort(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """Stage two: take over `view` in place. Only to parked ranks and ready joiners. Answered with Committed."""
+    """Take over `view` in place, behind an unplanned stop, or where nobody serves yet. Only to parked ranks and ready
+    joiners. Answered with Committed."""
 
     id: int
     epoch: int
@@ -124,7 +150,7 @@ class Commit(Message, frozen=True):
 
 
 class Resume(Message, frozen=True):
-    """All ranks have committed; run. Answered with Done."""
+    """All ranks have committed: run. Or: a planned change was given up, run on as before. Answered with Done."""
 
     id: int
     epoch: int
@@ -214,14 +240,38 @@ class SpareStatus(Message, frozen=True):
     """As in `Status`, from the process's start."""
 
 
+class StepTaken(msgspec.Struct, frozen=True, array_like=True):
+    """One committed step of a rank."""
+
+    end: float
+    """When it had returned."""
+    epoch: int
+    """Of the view under which it ran."""
+    build_s: float
+    """From the begin of the round until the step is launched: to put its rows together."""
+    launch_s: float
+    wait_s: float
+    """From the launch until the device, and so every peer, has done its part."""
+    settle_s: float
+    """Behind its end: choosing tokens, committing, handing out what was chosen."""
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True):
+    """What another thread of a rank did."""
+
+    what: str
+    begin: float
+    end: float
+
+
 class StepsTaken(Message, frozen=True):
-    """The newest steps only, where there were more than a rank keeps."""
+    """The newest only, where there were more than a rank keeps."""
 
     id: int
-    ends: tuple[float, ...]
-    """When each committed step had returned, ascending."""
-    took_s: tuple[float, ...]
-    """How long it ran: from its first launch to its end."""
+    steps: tuple[StepTaken, ...]
+    """Ascending."""
+    works: tuple[Work, ...] = ()
+    """What may have held steps up; those that ended after the moment."""
 
 
 class Prepared(Message, frozen=True):
@@ -239,6 +289,11 @@ class Parked(Message, frozen=True):
     contents: tuple[Row, ...]
     released_s: float = 0.0
     """From the order to the moment when the step in flight had returned; 0.0 where none was."""
+
+
+class Staged(Message, frozen=True):
+    id: int
+    placement_hash: str
 
 
 class Late(Message, frozen=True):
@@ -354,6 +409,8 @@ class Emitted(Message, frozen=True):
     """"stop", "length", or None while it goes on."""
     logits: bytes = b""
     """float32, [len(tokens), vocab], where the request asked for them."""
+    queued_s: float = 0.0
+    """With the first token of an attempt: how long the rank had the request before the step in which it got a KV sequence."""
 
 
 class Rejected(Message, frozen=True):
@@ -413,12 +470,14 @@ class GatewayStatus(Message, frozen=True):
 
 
 AnyMessage = (
-    Hello | Query | Adopt | Steps | Prepare | Link | StopAt | Abort | Commit | Resume | Leave | Status | SpareStatus
-    | StepsTaken | Prepared | Parked | Late | Committed | Done | Refused | Failed | Heartbeat | Fault | Resumed | Submit
-    | Cancel | Emitted | Rejected | Load | Routes | GatewayQuery | GatewayStatus
+    Hello | Query | Adopt | Steps | Prepare | Link | Stage | StopAt | Switch | Abort | Commit | Resume | Leave | Status
+    | SpareStatus | StepsTaken | Prepared | Staged | Parked | Late | Committed | Done | Refused | Failed | Heartbeat | Fault
+    | Resumed | Submit | Cancel | Emitted | Rejected | Load | Routes | GatewayQuery | GatewayStatus
 )  # fmt: skip
 
-Command = Query | Adopt | Steps | Prepare | Link | StopAt | Abort | Commit | Resume | Leave | Routes | GatewayQuery
+Command = (
+    Query | Adopt | Steps | Prepare | Link | Stage | StopAt | Switch | Abort | Commit | Resume | Leave | Routes | GatewayQuery
+)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

@@ -1,6 +1,7 @@
 """Where a daemon is found: the files in the run directory that say which process listens where.
 
-The daemon that acts is in `healer.json`. Standbys, which do not touch what another one owns, are in `standby-<pid>.json`.
+The daemon that acts is in `healer.json`. Standbys, which do not touch what another one owns, are in `standby-<pid>.json`. A
+dry run, which may stand beside all of them, has a folder of its own in the run directory, with its address and its journal.
 """
 
 import contextlib
@@ -31,6 +32,11 @@ class DaemonAddress(msgspec.Struct, frozen=True):
         return process.is_alive(self.pid, self.pid_start)
 
 
+def home(run_dir: Path, *, dry_run: bool) -> Path:
+    """Where a daemon keeps what is its own."""
+    return run_dir / "dry-run" if dry_run else run_dir
+
+
 def journal_path(run_dir: Path) -> Path:
     return run_dir / "journal.db"
 
@@ -59,15 +65,25 @@ def read_address(run_dir: Path) -> DaemonAddress | None:
 
 
 @contextlib.contextmanager
-def published(path: Path, address: DaemonAddress) -> Iterator[None]:
-    """The address stands there meanwhile; it is removed only where nobody else has written his own over it."""
-    write_json(path, address)
+def published(path: Path, address: DaemonAddress) -> Iterator[str]:
+    """The address stands there meanwhile; it is removed only where nobody else has written his own over it. Gives why it could
+    not be written (a full disk); empty: it was. Who is told so may `publish` it later."""
+    why = publish(path, address)
     try:
-        yield
+        yield why
     finally:
         found = _read(path)
         if found is not None and (found.pid, found.pid_start) == (address.pid, address.pid_start):
             path.unlink(missing_ok=True)
+
+
+def publish(path: Path, address: DaemonAddress) -> str:
+    """Returns why it cannot be written; empty: it was."""
+    try:
+        write_json(path, address)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return ""
 
 
 def _read(path: Path) -> DaemonAddress | None:

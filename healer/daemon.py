@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import fcntl
 import functools
+import gc
 import os
 import signal
 import socket
@@ -22,13 +23,14 @@ from elastic import process
 from elastic.controller.records import Event
 from elastic.errors import ElasticError
 from healer import __version__
-from healer.address import DaemonAddress, address_path, journal_path, published, standby_path
+from healer.address import DaemonAddress, address_path, home, journal_path, publish, published, standby_path
 from healer.api import Daemon, Server, listen, make_app, read_token
 from healer.authority import Authority
 from healer.clock import SystemClock
 from healer.journal import Journal
 from healer.leaseholder import Leaseholder
 from healer.machine import this_machine
+from healer.policy.rules import book_of
 from healer.policy.schema import Policy
 from healer.standby import Standby
 from healer.supervisor import Supervisor
@@ -38,15 +40,20 @@ from healer.trace import Recorder
 
 log = structlog.get_logger("healer")
 
+ANNOUNCE_S = 1.0
 ENDING = (signal.SIGTERM, signal.SIGINT)
 TargetMaker = Callable[[Policy, Callable[[Event], None], Authority], Target]
 
 
 def embedded(policy: Policy, on_event: Callable[[Event], None], authority: Authority) -> Target:
     # the executor is the largest part; commands that do not run it need not load it
+    if policy.spec.dry_run:
+        from healer.targets.observed import ObservedTarget
+
+        return ObservedTarget(policy.group(), on_event)
     from healer.targets.embedded import EmbeddedTarget
 
-    return EmbeddedTarget(policy.group(), on_event, observe_only=policy.spec.dry_run, authority=authority)
+    return EmbeddedTarget(policy.group(), on_event, authority=authority)
 
 
 def of_kind(policy: Policy, on_event: Callable[[Event], None], authority: Authority) -> Target:
@@ -80,11 +87,14 @@ class _Process:
 
     def __init__(self, policy: Policy, make_target: TargetMaker, record: Path | None, policy_file: Path | None) -> None:
         self._policy, self._make_target, self._record, self._policy_file = policy, make_target, record, policy_file
-        self._run_dir, self._clock, self._service = Path(policy.spec.target.run_dir), SystemClock(), ServiceManager()
+        self._run_dir = home(Path(policy.spec.target.run_dir), dry_run=policy.spec.dry_run)
+        self._clock, self._service = SystemClock(), ServiceManager()
         self._answers: Supervisor | Standby | None = None
 
     async def run(self) -> None:
-        api, lease = self._policy.spec.api, self._policy.spec.lease
+        api = self._policy.spec.api
+        # who only observes takes nothing away from those who act
+        lease = None if self._policy.spec.dry_run else self._policy.spec.lease
         token = read_token(api.token_file)
         with contextlib.ExitStack() as stack:
             stack.callback(self._service.close)
@@ -97,7 +107,7 @@ class _Process:
                 async with _served(app, sock):
                     await supervisor.run()
                 return
-            holder = stack.enter_context(Leaseholder(lease))
+            holder = stack.enter_context(Leaseholder(lease, self._run_dir))
             standby = Standby(
                 self._policy, self._policy_file, journal_path(self._run_dir), holder, self._clock, self._service
             )
@@ -137,19 +147,26 @@ class _Process:
         journal.may_write = authority.armed
         if journal.set_aside is not None:
             log.warning("journal.set_aside", damaged=str(journal.set_aside), path=str(journal.path))
-        with contextlib.closing(journal):
-            yield Supervisor(
+        try:
+            supervisor = Supervisor(
                 policy,
                 lambda on_event: self._make_target(policy, on_event, authority),
                 journal,
                 clock,
-                machine=this_machine(clock, policy.spec.sensors, self._run_dir),
+                machine=this_machine(clock, policy.spec.sensors, self._run_dir, policy.spec.target.run_dir),
                 recorder=Recorder(self._record, policy.limits) if self._record is not None else None,
                 authority=authority,
                 lease=holder.status if holder is not None else lambda: None,
                 policy_file=self._policy_file,
                 service=self._service,
             )
+            book_of(policy)
+            # what is loaded by now stays: a full collection that walked it would keep a decision waiting for 45 ms
+            gc.freeze()
+            yield supervisor
+        finally:
+            if lost := journal.close():
+                log.error("journal.lost", entries=lost, error=journal.error)
 
     def _answering(self) -> Daemon:
         assert self._answers is not None, "nobody is served before"
@@ -163,15 +180,28 @@ class _Process:
         address = _address(self._policy, sock)
         handlers = {signum: functools.partial(who.end, stop=False, who=signum.name) for signum in ENDING}
         handlers[signal.SIGHUP] = functools.partial(who.reload)
-        with published(path, address):
+        with published(path, address) as unpublished:
+            if unpublished:
+                log.error("daemon.unpublished", why=unpublished)
+            announcing = loop.create_task(_announce(path, address), name="announce")
             log.info("daemon.listening", http=address.http, run_dir=str(self._run_dir), pid=address.pid)
             for signum, handler in handlers.items():
                 loop.add_signal_handler(signum, handler)
             try:
                 yield
             finally:
+                announcing.cancel()
                 for signum in handlers:
                     loop.remove_signal_handler(signum)
+
+
+async def _announce(path: Path, address: DaemonAddress) -> None:
+    """Until cancelled: without the file no command finds this daemon. A full disk may not take it yet, and somebody may remove
+    it; that of another daemon is left alone."""
+    while True:
+        await asyncio.sleep(ANNOUNCE_S)
+        if not path.exists() and not publish(path, address):
+            log.warning("daemon.published", path=str(path))
 
 
 @contextlib.asynccontextmanager
@@ -218,9 +248,10 @@ def _locked(run_dir: Path) -> Iterator[None]:
             raise ElasticError(
                 f"{run_dir}: another daemon runs here (pid {holder}); `healer status --run-dir {run_dir}` asks it"
             ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        # a hint for whoever is refused: a full disk must not keep the daemon from healing
+        with contextlib.suppress(OSError):
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), str(os.getpid()).encode())
         yield
 
 

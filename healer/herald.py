@@ -5,13 +5,14 @@ A letter is put into the outbox only when the round that brought it is over: the
 
 import asyncio
 import contextlib
-from pathlib import Path
 
 from healer.casebook import OpenIncident
 from healer.clock import Clock
+from healer.journal import Journal
 from healer.logs import LateLog
 from healer.metrics import Metrics
-from healer.notify import About, Notice, Notifier
+from healer.notice import About, Notice
+from healer.notify import Notifier
 from healer.policy.memory import BreakerOpened, Note, Quarantined
 from healer.policy.reasons import Step
 from healer.policy.records import Decision
@@ -25,11 +26,11 @@ MAX_TOLD = 1000
 class Herald:
     """Owned by the supervisor's loop."""
 
-    def __init__(self, policy: Policy, path: Path, clock: Clock, metrics: Metrics, log: LateLog) -> None:
-        """`path`: of the journal, whose file has the outbox too."""
+    def __init__(self, policy: Policy, journal: Journal, clock: Clock, metrics: Metrics, log: LateLog) -> None:
+        """`journal`: has the outbox too."""
         self._deployment, self._clock, self._log = policy.metadata.name, clock, log
         receivers = tuple(one.receiver for one in policy.spec.notifications)
-        self._notifier = Notifier(receivers, path, metrics.notified, wall=clock.wall)
+        self._notifier = Notifier(receivers, lambda: journal.connection, metrics.notified, wall=clock.wall)
         self._pending: list[Notice] = []
         self._told: dict[tuple[object, ...], None] = {}
         self._task: asyncio.Task[None] | None = None

@@ -6,8 +6,9 @@ first seen, against the GPUs that are there then, and the UUID is what is rememb
 the rank's process, overrule that: they say where its memory is.
 """
 
+import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -54,8 +55,9 @@ def normal_pci(text: str) -> str:
 class IdentityMap:
     """Fed by the NVML sensor (`listed`, `processes`) and the supervisor (`watch`); read by everybody. In the loop."""
 
-    def __init__(self, proc: Path = Path("/proc")) -> None:
-        self._proc = proc
+    def __init__(self, proc: Path = Path("/proc"), group: str = "") -> None:
+        """`group`: the run directory of the group, by which its processes are known before they are ranks; empty: none is."""
+        self._proc, self._group = proc, group
         self._boards: dict[str, Board] = {}  # every GPU ever seen, by UUID
         self._present: tuple[str, ...] = ()  # UUIDs that NVML lists now
         self._pids: dict[str, frozenset[int]] = {}
@@ -137,23 +139,40 @@ class IdentityMap:
         return found[0] if len(found) == 1 else None
 
     def strangers(self, uuid: str) -> frozenset[int]:
-        """Pids on a GPU with a rank of ours on it that belong to no rank; empty on a GPU that is not ours."""
+        """Pids on a GPU with a rank of ours on it that belong neither to a rank nor to what is to become one; empty on a GPU
+        that is not ours."""
         pids = self._pids.get(uuid, frozenset())
         ours = {pid for pid in pids if self._owner(pid) is not None}
-        return pids - ours if ours else frozenset()
+        return frozenset(pid for pid in pids - ours if not self._comes(pid)) if ours else frozenset()
+
+    def _comes(self, pid: int) -> bool:
+        """Of a rank that boots, or a spare: started by this daemon, or for the run directory of its group."""
+        for ancestor in self._line(pid):
+            if ancestor == os.getpid() or (self._group and self._group in self._command(ancestor)):
+                return True
+        return False
 
     def _owner(self, pid: int) -> RankRef | None:
         """The rank whose process this is, or that has started it. Looked up once, while the process is listed."""
         if pid not in self._owners:
             ranks = {member.pid: rank for rank, member in self._members.items()}
-            ancestor, found = pid, None
-            for _ in range(_MAX_ANCESTORS):
-                found = ranks.get(ancestor)
-                if found is not None or ancestor <= 1:
-                    break
-                ancestor = self._parent(ancestor)
-            self._owners[pid] = found
+            self._owners[pid] = next((ranks[one] for one in self._line(pid) if one in ranks), None)
         return self._owners[pid]
+
+    def _line(self, pid: int) -> Iterator[int]:
+        """The process and those that started it, up to a limit."""
+        for _ in range(_MAX_ANCESTORS):
+            if pid <= 1:
+                return
+            yield pid
+            pid = self._parent(pid)
+
+    def _command(self, pid: int) -> list[str]:
+        """Its words; empty where they may not be read."""
+        try:
+            return (self._proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            return []
 
     def _parent(self, pid: int) -> int:
         try:

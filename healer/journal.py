@@ -4,13 +4,14 @@ Intent before effect: what led to an action, and the action, are flushed before 
 prepared statement in one transaction without a wait for the disk: from then on the death of the daemon loses nothing.
 `harden` and `checkpoint`, which do wait, run in a thread, off the hot path.
 
-A journal that cannot be written never stops healing: entries stay in memory, in order, and are written with the next flush.
+A journal that cannot be written never stops healing: entries stay in memory, in order, and are written with the next flush
+that can. Where there is no file to write to (it cannot be opened, was removed, is damaged) a stand-in in memory takes its
+place until `reopen` has found or made one.
 """
 
 import contextlib
 import os
 import sqlite3
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
@@ -21,48 +22,10 @@ import msgspec
 
 from elastic.errors import ElasticError
 from healer.clock import Clock
+from healer.journal_file import BUSY_S, Opened, identity, move_letters_and_answers, open_file, stand_in
 from healer.retention import Retention, prune
 
-SCHEMA_VERSION = 2
 MAX_PENDING = 10_000
-BUSY_S = 0.02
-"""Nobody but a daemon writes; whoever else locks the file must not hold up a healing."""
-
-_SCHEMA = """
-CREATE TABLE entries (
-    seq INTEGER PRIMARY KEY,
-    wall REAL NOT NULL,
-    monotonic REAL NOT NULL,
-    kind TEXT NOT NULL,
-    incident TEXT NOT NULL,
-    body TEXT NOT NULL
-) STRICT;
-CREATE INDEX by_incident ON entries (incident, seq) WHERE incident != '';
-CREATE INDEX by_kind ON entries (kind, seq);
-"""
-_SINCE_2 = """
-CREATE INDEX loose ON entries (seq) WHERE incident = '';
-CREATE TABLE requests (id TEXT NOT NULL UNIQUE, digest TEXT NOT NULL, status INTEGER NOT NULL, answer TEXT NOT NULL) STRICT;
-CREATE TABLE outbox (
-    id INTEGER PRIMARY KEY,
-    wall REAL NOT NULL,
-    receiver TEXT NOT NULL,
-    notice TEXT NOT NULL,
-    state TEXT NOT NULL,
-    attempts INTEGER NOT NULL,
-    due_wall REAL NOT NULL,
-    error TEXT NOT NULL
-) STRICT;
-CREATE INDEX waiting ON outbox (receiver, id) WHERE state = 'waiting';
-"""
-# what version 1 wrote about ranks alone, in the form that tells of ranks, GPUs and hosts
-_BODIES_2 = """
-UPDATE entries SET body = json_set(json_remove(body, '$.verdict.rank'), '$.verdict.subject',
-    json_set(json_extract(body, '$.verdict.rank'), '$.kind', 'rank'))
-    WHERE kind = 'verdict' AND json_extract(body, '$.verdict.rank') IS NOT NULL;
-UPDATE entries SET body = json_set(body, '$.subject.kind', 'rank')
-    WHERE kind = 'evidence' AND json_extract(body, '$.subject.kind') IS NULL;
-"""
 _INSERT = "INSERT INTO entries (seq, wall, monotonic, kind, incident, body) VALUES (?, ?, ?, ?, ?, ?)"
 _COLUMNS = "seq, wall, monotonic, kind, incident, body"
 
@@ -99,34 +62,40 @@ class Answer(msgspec.Struct, frozen=True):
 class Journal:
     """Written from one thread. `open` it; close it."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path, clock: Clock, set_aside: Path | None) -> None:
+    def __init__(self, opened: Opened, path: Path, clock: Clock) -> None:
         self.path = path
-        self.set_aside = set_aside
+        self.set_aside = opened.set_aside
         """Where a damaged predecessor was moved, or None."""
         self.error = ""
         """Why the last flush failed; empty when it did not."""
-        self.errors = 0
         self.dropped = 0
+        """Entries that were given up, since too many waited."""
         self.may_write: Callable[[], bool] = lambda: True
         """False: another daemon writes here now; `flush` keeps what it has."""
-        self._connection, self._clock = connection, clock
+        self._clock = clock
         self._pending: deque[tuple[int, float, float, str, str, str]] = deque()
-        row = connection.execute("SELECT coalesce(max(seq), 0), count(*) FROM entries").fetchone()
-        self._next, self._written = int(row[0]) + 1, int(row[1])
+        self._found: Opened | None = None
+        """By `reopen`, for the next flush."""
+        self._damaged = False
+        self._use(opened)
+        self._next = self._newest() + 1
 
     @classmethod
     def open(cls, path: Path, clock: Clock) -> "Journal":
-        """Open or create. A damaged file is set aside, whole, as `<name>.corrupt-<time>`, and a fresh one begun. Raises
-        ElasticError where the place cannot be written or a newer version wrote the file."""
-        set_aside: Path | None = None
+        """Open or create. A damaged file is set aside, whole, as `<name>.corrupt-<time>`, and a fresh one begun. Where the
+        disk is at fault the journal begins without its file: `error` says why. Raises ElasticError where a newer version
+        wrote the file or the place is no file."""
         try:
-            connection = _connect(path)
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError) or not path.exists():
-                raise ElasticError(f"{path}: the journal cannot be opened: {error}") from error
-            set_aside = _set_aside(path, clock.wall())
-            connection = _connect(path)
-        return cls(connection, path, clock, set_aside)
+            return cls(open_file(path, clock.wall()), path, clock)
+        except sqlite3.OperationalError as error:
+            journal = cls(stand_in(path), path, clock)
+            journal.error = f"it cannot be opened: {error}"
+            return journal
+
+    @property
+    def connection(self) -> sqlite3.Connection:
+        """Of the file, or of the stand-in: to be asked for anew for each use."""
+        return self._connection
 
     def add(self, kind: Kind, body: msgspec.Struct | dict[str, Any], incident: str = "") -> int:
         """Append in memory; `flush` writes. Returns the entry's sequence number, which is final."""
@@ -141,10 +110,14 @@ class Journal:
 
     def flush(self) -> bool:
         """Write what was added, in one transaction. False: it could not be; `error` says why, and nothing is lost yet."""
+        if self._found is not None:
+            self._take(self._found)
         if not self._pending:
             return True
         if not self.may_write():
             self.error = "another daemon writes it"
+            return False
+        if self._file is None:
             return False
         try:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -154,9 +127,10 @@ class Journal:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.execute("ROLLBACK")
             self.error = str(error)
-            self.errors += 1
             if isinstance(error, sqlite3.IntegrityError):
                 self._renumber()
+            # not its subclasses, which speak of the disk or of one statement
+            self._damaged |= type(error) is sqlite3.DatabaseError
             return False
         self._written += len(self._pending)
         self._pending.clear()
@@ -166,10 +140,50 @@ class Journal:
     def _renumber(self) -> None:
         """A daemon that lost its lease wrote after this one had begun: these entries move behind, and the next flush works."""
         with contextlib.suppress(sqlite3.Error):
-            (newest,) = self._connection.execute("SELECT max(seq) FROM entries").fetchone()
-            by = max(0, int(newest) + 1 - self._pending[0][0])
+            by = max(0, self._newest() + 1 - self._pending[0][0])
             self._pending = deque((entry[0] + by, *entry[1:]) for entry in self._pending)
             self._next += by
+
+    # --- without a file -------------------------------------------------------------------------------------------
+
+    def lost_its_file(self) -> bool:
+        """Whether there is no file to write to, or it is not the one that was opened. One look at the file's name."""
+        return self._file is None or self._damaged or identity(self.path) != self._file
+
+    def let_go(self) -> None:
+        """Of a file that is lost; a stand-in takes its place. Closed before another file of this name is opened: SQLite
+        would remove the log of that one."""
+        if self._file is not None:
+            self.error = "the file is damaged" if self._damaged else "the file is gone"
+            self._connection.close()
+            self._use(stand_in())
+
+    def reopen(self) -> None:
+        """Find the file, or make one; the next flush writes into it. Waits for the disk: for a thread of its own, after
+        `let_go`."""
+        try:
+            self._found = open_file(self.path, self._clock.wall(), damaged=self._damaged)
+        except (ElasticError, sqlite3.Error) as error:
+            self.error = f"it cannot be opened: {error}"
+
+    def _take(self, found: Opened) -> None:
+        self._found, self._damaged = None, False
+        with contextlib.suppress(sqlite3.Error):
+            move_letters_and_answers(self._connection, found.connection)
+        self._connection.close()
+        self.set_aside = found.set_aside or self.set_aside
+        self._use(found)
+        if self._pending:
+            self._renumber()
+        self._next = max(self._next, self._newest() + 1)
+        self.error = ""
+
+    def _use(self, opened: Opened) -> None:
+        self._connection, self._file = opened.connection, opened.file
+        self._written = int(self._connection.execute("SELECT count(*) FROM entries").fetchone()[0])
+
+    def _newest(self) -> int:
+        return int(self._connection.execute("SELECT coalesce(max(seq), 0) FROM entries").fetchone()[0])
 
     def checkpoint(self) -> None:
         """Fold the write-ahead log into the file; waits for the disk. For a thread of its own: it uses its own connection
@@ -192,7 +206,7 @@ class Journal:
 
     def prune(self, retention: Retention, open_incident: str) -> bool:
         """Forget one batch of what is too old. True: there may be more of it."""
-        if not self.may_write():
+        if not self.may_write() or self._file is None:
             return False
         try:
             deleted = prune(self._connection, retention, open_incident)
@@ -203,10 +217,10 @@ class Journal:
         return deleted > 0
 
     def answered(self, request: str) -> Answer | None:
-        """What was answered to a control call of this id; None: it is new."""
-        row = self._connection.execute(
-            "SELECT digest, status, answer FROM requests WHERE id = ?", (request,)
-        ).fetchone()
+        """What was answered to a control call of this id; None: it is new. Raises ElasticError."""
+        query = "SELECT digest, status, answer FROM requests WHERE id = ?"
+        with self._readable():
+            row = self._connection.execute(query, (request,)).fetchone()
         return Answer(*row) if row else None
 
     def answer(self, request: str, answer: Answer) -> None:
@@ -222,6 +236,11 @@ class Journal:
         return self._written + len(self._pending)
 
     @property
+    def waiting(self) -> int:
+        """Entries that are not written yet."""
+        return len(self._pending)
+
+    @property
     def wal_bytes(self) -> int:
         try:
             return Path(f"{self.path}-wal").stat().st_size
@@ -229,20 +248,33 @@ class Journal:
             return 0
 
     def recent(self, kind: Kind, limit: int) -> list[Entry]:
-        """The newest entries of a kind, newest first."""
-        return recent(self._connection, kind, limit)
+        """The newest entries of a kind, newest first. Raises ElasticError, as the others that read."""
+        with self._readable():
+            return recent(self._connection, kind, limit)
 
     def incidents(self, limit: int) -> list[Entry]:
         """All entries of the newest `limit` incidents, by sequence."""
-        return incident_entries(self._connection, limit)
+        with self._readable():
+            return incident_entries(self._connection, limit)
 
     def timeline(self, incident: str) -> list[Entry]:
         """The entries of one incident and the evidence that its verdicts name, by sequence; empty for an unknown one."""
-        return timeline(self._connection, incident)
+        with self._readable():
+            return timeline(self._connection, incident)
 
-    def close(self) -> None:
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            self._damaged |= type(error) is sqlite3.DatabaseError
+            raise ElasticError(f"{self.path}: the journal cannot be read: {error}") from error
+
+    def close(self) -> int:
+        """Returns the entries that could not be written, and are lost."""
         self.flush()
         self._connection.close()
+        return len(self._pending)
 
 
 def open_readonly(path: Path) -> sqlite3.Connection:
@@ -297,53 +329,3 @@ def _entries(rows: Iterable[tuple[Any, ...]]) -> list[Entry]:
         Entry(seq, wall, monotonic, Kind(kind), incident, msgspec.json.decode(body))
         for seq, wall, monotonic, kind, incident, body in rows
     ]
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    """Raises sqlite3.DatabaseError on a damaged file, its subclass OperationalError where the place is at fault."""
-    connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, cached_statements=16)
-    try:
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version > SCHEMA_VERSION:
-            raise ElasticError(
-                f"{path}: the journal has schema {version}, this version knows {SCHEMA_VERSION}; "
-                "use the newer version, or move the file away"
-            )
-        if version == 0:
-            # can be set only before the first table
-            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA wal_autocheckpoint=0")
-        connection.execute("PRAGMA cache_size=-512")
-        (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-        if verdict != "ok":
-            raise sqlite3.DatabaseError(str(verdict))
-        _migrate(connection, version)
-        # NORMAL still waits for the disk in the first write after a checkpoint, which is often the first of an incident.
-        # What a loss of power may cost is bounded by `harden`; the file itself is safe, since `checkpoint`, with a
-        # connection of its own, syncs the log before the file and the file before the log is used again.
-        connection.execute("PRAGMA synchronous=OFF")
-        connection.execute("SELECT max(seq) FROM entries").fetchone()
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _migrate(connection: sqlite3.Connection, version: int) -> None:
-    """From any older schema to this one, in one transaction: a daemon that dies within leaves the old one."""
-    if version < SCHEMA_VERSION:
-        steps = (_SCHEMA if version < 1 else _BODIES_2) + _SINCE_2
-        connection.executescript(f"BEGIN IMMEDIATE; {steps} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
-    if version == 1:
-        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
-        connection.execute("VACUUM")
-
-
-def _set_aside(path: Path, wall: float) -> Path:
-    suffix = ".corrupt-" + time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(wall))
-    for part in ("", "-wal", "-shm"):
-        source = Path(f"{path}{part}")
-        if source.exists():
-            source.rename(f"{path}{suffix}{part}")
-    return Path(f"{path}{suffix}")

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
+from elastic.paths import states_by_term
 from healer.authority import Authority
 from healer.lease import LeaseStore
 from healer.lease.election import Role
@@ -15,12 +16,14 @@ from healer.status import LeaseStatus
 class Leaseholder(contextlib.AbstractContextManager["Leaseholder"]):
     """Keeps the lease from `__enter__` to `__exit__`, which gives it back."""
 
-    def __init__(self, lease: Lease) -> None:
-        """Raises ElasticError where the store cannot be used."""
+    def __init__(self, lease: Lease, run_dir: Path) -> None:
+        """`run_dir`: has the state files of earlier terms. Raises ElasticError where the store cannot be used."""
         self._store = _store(lease)
         self._name = str(self._store)
         self._on_loss: Callable[[], None] = lambda: None
-        self._keeper = Keeper(self._store, lease.timing, self._changed)
+        # the ranks remember, so a store that was emptied must not begin anew
+        floor = max(states_by_term(run_dir), default=0)
+        self._keeper = Keeper(self._store, lease.timing, self._changed, floor=floor)
 
     def __enter__(self) -> "Leaseholder":
         self._keeper.start()

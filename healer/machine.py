@@ -122,9 +122,11 @@ def catalogue(overrides: Path | None = None) -> AdviseFor:
     return advise_for
 
 
-def this_machine(clock: Clock, settings: "Sensors | None" = None, run_dir: Path | None = None) -> Machine:
-    """The sensors of this host, not started. `settings`: `spec.sensors` of a policy, the defaults without one; `run_dir`:
-    where it is kept how far the kernel log has been read. Raises ElasticError where the site's XID rows have errors."""
+def this_machine(clock: Clock, settings: "Sensors | None" = None, home: Path | None = None, group: str = "") -> Machine:
+    """The sensors of this host, not started. `settings`: `spec.sensors` of a policy, the defaults without one; `home`: where
+    it is kept how far the kernel log has been read; `group`: the run directory of the group, to know its processes by.
+    Raises ElasticError where the site's XID rows have errors."""
+    from healer.identity import IdentityMap
     from healer.sensors.nvml import NvmlConfig, NvmlSensor
     from healer.sensors.nvml.presence import nvidia_present
 
@@ -135,7 +137,7 @@ def this_machine(clock: Clock, settings: "Sensors | None" = None, run_dir: Path 
         if not settings.nvml.enabled:
             return Machine()
         config = _nvml_config(settings)
-    nvml = NvmlSensor(clock, config)
+    nvml = NvmlSensor(clock, config, identity=IdentityMap(group=group))
     if not nvidia_present():
         # nothing to look at; the sensor says so, and nothing is read for it
         return GpuMachine(nvml, (), catalogue(overrides) if overrides else lambda driver, generation: unadvised)
@@ -143,7 +145,7 @@ def this_machine(clock: Clock, settings: "Sensors | None" = None, run_dir: Path 
         from healer.sensors.kernel_log import KMSG, KernelLogSensor
 
         path = KMSG if settings is None else Path(settings.kernel_log.path)
-        position = run_dir / "kernel-log.json" if run_dir is not None else None
+        position = home / "kernel-log.json" if home is not None else None
         others.append(KernelLogSensor(clock, path=path, position=position, identity=nvml.identity))
     return GpuMachine(nvml, others, catalogue(overrides))
 

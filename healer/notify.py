@@ -2,8 +2,8 @@
 
 A letter is written down before it is sent, so a daemon that dies sends it after its restart; a receiver may therefore get
 one twice, with the same id. A receiver that does not answer is tried again with growing pauses; after its last attempt the
-letter is dead, kept with the reason, and counted. Nothing here waits for a receiver in the supervisor's loop, and a full
-outbox or an unwritable one loses letters, never a healing.
+letter is dead, kept with the reason, and counted. Nothing here waits for a receiver in the supervisor's loop; letters that
+the disk does not take are sent from memory.
 """
 
 import asyncio
@@ -13,48 +13,20 @@ import sqlite3
 import string
 import time
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from elastic.errors import ElasticError
+from healer.notice import About, Notice
+from healer.outbox import Letter, Outbox
 
 Format = Literal["json", "alertmanager", "slack"]
 
-MAX_LETTERS = 10_000
-KEEP_SENT = 200
 BACKOFF_S, BACKOFF_MAX_S = 1.0, 300.0
 IDLE_S = 60.0
 MAX_ANSWER_CHARS = 200
-
-
-class About(StrEnum):
-    """What a notice is about; receivers choose."""
-
-    INCIDENT_OPENED = "incident-opened"
-    INCIDENT_CLOSED = "incident-closed"
-    HUMAN_NEEDED = "human-needed"
-    ACTED = "acted"
-    BREAKER_OPENED = "breaker-opened"
-    QUARANTINED = "quarantined"
-    POLICY_REJECTED = "policy-rejected"
-    LEASE_LOST = "lease-lost"
-
-
-class Notice(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to tell. Holds no secrets: it is kept in the journal."""
-
-    about: About
-    deployment: str
-    incident: str = ""
-    cause: str = ""
-    slots: tuple[int, ...] = ()
-    sentence: str
-    resolved: bool = False
-    """True: what an earlier notice of the same incident told is over."""
-    wall: float
 
 
 class Receiver(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,100 +54,20 @@ class Receiver(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-class Letter(msgspec.Struct, frozen=True):
-    id: int
-    wall: float
-    receiver: str
-    notice: Notice
-    state: Literal["waiting", "sent", "dead"]
-    attempts: int
-    due_wall: float
-    error: str
-
-
-class Outbox:
-    """The letters, in the journal's file (`healer.journal` makes the table), over a connection of its own. Used in one thread."""
-
-    def __init__(self, path: Path) -> None:
-        self._connection = sqlite3.connect(path, timeout=0.2, isolation_level=None)
-        self._connection.execute("PRAGMA synchronous=OFF")
-
-    def put(self, receiver: str, notice: Notice) -> bool:
-        """False: the outbox is full or cannot be written; the letter is lost."""
-        with contextlib.suppress(sqlite3.Error):
-            (waiting,) = self._connection.execute("SELECT count(*) FROM outbox WHERE state = 'waiting'").fetchone()
-            if waiting >= MAX_LETTERS:
-                return False
-            row = (notice.wall, receiver, msgspec.json.encode(notice).decode(), notice.wall)
-            self._connection.execute(
-                "INSERT INTO outbox (wall, receiver, notice, state, attempts, due_wall, error) "
-                "VALUES (?, ?, ?, 'waiting', 0, ?, '')",
-                row,
-            )
-            return True
-        return False
-
-    def due(self, wall: float) -> list[Letter]:
-        """The oldest letter of each receiver whose time has come: a receiver gets its letters in their order."""
-        return self._select(
-            "WHERE id IN (SELECT min(id) FROM outbox WHERE state = 'waiting' GROUP BY receiver) AND due_wall <= ?", wall
-        )
-
-    def next_due(self) -> float | None:
-        query = (
-            "SELECT min(due_wall) FROM outbox WHERE id IN "
-            "(SELECT min(id) FROM outbox WHERE state = 'waiting' GROUP BY receiver)"
-        )
-        found = self._connection.execute(query).fetchone()[0]
-        return None if found is None else float(found)
-
-    def sent(self, letter: Letter) -> None:
-        self._settle(letter, "sent", letter.due_wall, "")
-        with contextlib.suppress(sqlite3.Error):
-            self._connection.execute(
-                "DELETE FROM outbox WHERE state = 'sent' AND id <= "
-                "(SELECT max(id) FROM outbox WHERE state = 'sent') - ?",
-                (KEEP_SENT,),
-            )
-
-    def failed(self, letter: Letter, error: str, again_wall: float | None) -> None:
-        """To be tried again at `again_wall`; None: never, it is dead."""
-        self._settle(letter, "dead" if again_wall is None else "waiting", again_wall or letter.due_wall, error)
-
-    def dead(self) -> list[Letter]:
-        return self._select("WHERE state = 'dead'")
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def _settle(self, letter: Letter, state: str, due_wall: float, error: str) -> None:
-        with contextlib.suppress(sqlite3.Error):
-            self._connection.execute(
-                "UPDATE outbox SET state = ?, attempts = attempts + 1, due_wall = ?, error = ? WHERE id = ?",
-                (state, due_wall, error, letter.id),
-            )
-
-    def _select(self, where: str, *arguments: object) -> list[Letter]:
-        query = f"SELECT id, wall, receiver, notice, state, attempts, due_wall, error FROM outbox {where} ORDER BY id"
-        return [
-            Letter(r[0], r[1], r[2], msgspec.json.decode(r[3], type=Notice), *r[4:])
-            for r in self._connection.execute(query, arguments)
-        ]
-
-
 class Notifier:
     """`tell` from the supervisor's loop; `run` as a task in the same loop, awaited by whoever started it."""
 
     def __init__(
         self,
         receivers: tuple[Receiver, ...],
-        path: Path,
+        connection: Callable[[], sqlite3.Connection],
         on_result: Callable[[str, str], None] = lambda receiver, result: None,
         *,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`on_result(receiver, "sent" | "retried" | "dead" | "lost")`, for metrics."""
-        self._path, self._on_result, self._wall = path, on_result, wall
+        """`connection`: of the journal that has the outbox. `on_result(receiver, "sent" | "retried" | "dead" | "lost")`, for
+        metrics."""
+        self._connection, self._on_result, self._wall = connection, on_result, wall
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._outbox: Outbox | None = None
         self.adopt(receivers)
@@ -184,7 +76,7 @@ class Notifier:
         """Instead of those before; letters that wait for one that is gone are dead."""
         self._receivers: Mapping[str, Receiver] = {r.name: r for r in receivers}
         if receivers and self._outbox is None:
-            self._outbox = Outbox(self._path)
+            self._outbox = Outbox(self._connection)
         self._wake.set()
 
     def tell(self, notice: Notice) -> None:
@@ -208,21 +100,18 @@ class Notifier:
             await self._wake.wait()
         # in a thread, since it takes 0.2 s that no healing should wait for
         await asyncio.to_thread(importlib.import_module, "httpx")
-        try:
-            while True:
-                self._wake.clear()
-                async with asyncio.TaskGroup() as tasks:
-                    for letter in self._outbox.due(self._wall()):
-                        tasks.create_task(self._send(self._outbox, letter))
-                due = self._outbox.next_due()
-                if due is None or due > self._wall():
-                    self._idle.set()
-                pause_s = IDLE_S if due is None else min(IDLE_S, max(0.0, due - self._wall()))
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause_s):
-                        await self._wake.wait()
-        finally:
-            self._outbox.close()
+        while True:
+            self._wake.clear()
+            async with asyncio.TaskGroup() as tasks:
+                for letter in self._outbox.due(self._wall()):
+                    tasks.create_task(self._send(self._outbox, letter))
+            due = self._outbox.next_due()
+            if due is None or due > self._wall():
+                self._idle.set()
+            pause_s = IDLE_S if due is None else min(IDLE_S, max(0.0, due - self._wall()))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
 
     async def _send(self, outbox: Outbox, letter: Letter) -> None:
         receiver = self._receivers.get(letter.receiver)

@@ -54,6 +54,7 @@ class PolicyFile:
         self._stamp = _stamp(path)
         self._next = clock.monotonic() + POLL_S
         self._reading: asyncio.Task[tuple[Policy, str]] | None = None
+        self._observes = policy.spec.dry_run
         self.status = PolicyStatus(path=str(path or ""), digest=_digest(path), loaded_wall=clock.wall())
 
     def reload(self) -> None:
@@ -79,6 +80,9 @@ class PolicyFile:
             await asyncio.wait([self._reading])
 
     def _read(self, path: Path) -> tuple[Policy, str]:
+        if not path.is_file():
+            # a pipe would be waited for, for ever
+            raise ElasticError(f"{path}: no such file, or none that can be read again")
         # the digest first: where the file changes in between, the next look finds it changed again
         digest = _digest(path)
         return self._load(path), digest
@@ -88,7 +92,10 @@ class PolicyFile:
         assert reading is not None
         try:
             policy, digest = reading.result()
-            if kept := fixed_changes(self._policy, policy):
+            kept = fixed_changes(self._policy, policy)
+            if self._observes and not policy.spec.dry_run:
+                kept.append("spec.dryRun, since this daemon began as an observer,")
+            if kept:
                 raise ElasticError(f"{self._path}: {', '.join(kept)} cannot change without a restart of the daemon")
         except Exception as error:  # whatever the file does to its reader, the policy in force stays
             self.status = msgspec.structs.replace(
@@ -156,6 +163,7 @@ def _stamp(path: Path | None) -> tuple[int, int, int] | None:
 
 def _digest(path: Path | None) -> str:
     try:
-        return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest() if path is not None else ""
+        readable = path is not None and path.is_file()
+        return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest() if path is not None and readable else ""
     except OSError:
         return ""

@@ -168,7 +168,7 @@ class Standby:
             hosts=(),
             placed=(),
             sensors=(),
-            journal=JournalStatus(str(self.journal.path), 0, "", ""),
+            journal=JournalStatus(str(self.journal.path), 0, "", "", 0, 0),
         )
 
     def _why(self) -> str:

@@ -27,6 +27,10 @@ class JournalStatus(msgspec.Struct, frozen=True):
     """Why it cannot be written now; empty when it can."""
     set_aside: str
     """Where a damaged predecessor lies; empty when there was none."""
+    waiting: int
+    """Entries in memory that are not written yet."""
+    dropped: int
+    """Entries that were given up, since too many waited; the log has their decisions."""
 
 
 class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,18 +146,21 @@ def trouble(
     verdicts: Collection[Verdict],
     below: Collection[Verdict],
     incident: str,
-    journal_error: str,
+    journal: str,
 ) -> str:
-    """What keeps a started daemon from "ok"; empty when nothing does. `below`: verdicts on hosts, and on GPUs in use."""
+    """What keeps a started daemon from "ok"; empty when nothing does. `below`: verdicts on hosts, and on GPUs in use.
+    `journal`: why it cannot be written."""
     problems = [f"incident {incident} is open"] if incident else []
     if tuple(live) != tuple(group.target):
         problems.append(f"{len(live)} of {len(group.target)} ranks are live")
+    if group.sequence:
+        problems.append(f"the group changes: {group.sequence}")
     if group.uncovered:
         problems.append(f"{group.uncovered} experts have no live copy")
     problems += [f"slot {slot} is in the view, but no process holds it" for slot in unheld(group)]
     if group.gateway:
         problems.append(group.gateway)
     problems += [v.sentence for v in (*verdicts, *below) if v.health != Health.HEALTHY]
-    if journal_error:
-        problems.append(f"the journal cannot be written: {journal_error}")
+    if journal:
+        problems.append(f"the journal cannot be written: {journal}")
     return "; ".join(problems)

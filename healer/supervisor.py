@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic.controller.records import Event, GroupStatus
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, Infeasible
 from healer import __version__
 from healer.actions import Actions
 from healer.authority import Authority
@@ -39,7 +39,7 @@ from healer.reload import PolicyFile
 from healer.requests import Requests
 from healer.roster import Roster
 from healer.senses import Senses
-from healer.status import DaemonStatus, JournalStatus, LeaseStatus, alive, healing_status, trouble
+from healer.status import DaemonStatus, LeaseStatus, alive, healing_status, trouble
 from healer.systemd import Notifier as ServiceManager
 from healer.targets import TargetFactory
 from healer.trace import Recorder
@@ -85,7 +85,7 @@ class Supervisor:
         self._senses = Senses(policy, clock, machine, self._sensor_failed)
         self._casebook = Casebook(journal, clock, self.metrics, self._log)
         self._upkeep = Upkeep(journal, self.metrics, self._log, policy.spec.journal.retention)
-        self._herald = Herald(policy, journal.path, clock, self.metrics, self._log)
+        self._herald = Herald(policy, journal, clock, self.metrics, self._log)
         self._chronicle = Chronicle(policy.limits, machine, self._casebook, journal, self.metrics, self._log, recorder)
         self._target = make_target(self.on_event)
         self._roster = Roster(self._target.observe())
@@ -140,7 +140,12 @@ class Supervisor:
         self._authority.check()
 
     def end(self, *, stop: bool, who: str) -> None:
-        """Leave the loop: with `stop` serving ends too, without it goes on."""
+        """Leave the loop: with `stop` serving ends too, without it goes on. Raises Infeasible where serving is not to be
+        touched."""
+        if stop and self.policy.spec.dry_run:
+            raise Infeasible(
+                "spec.dryRun is set in the policy: this daemon does not end serving; SIGTERM ends it alone"
+            )
         if not self._ending:
             self._ending = "stop" if stop else "close"
             self._service.stopping()
@@ -369,10 +374,10 @@ class Supervisor:
         if not self._started:
             return "the target is starting"
         live = alive(group, chronicle.ranks)
-        return trouble(group, live, chronicle.ranks, chronicle.below, self._casebook.id, self.journal.error)
+        return trouble(group, live, chronicle.ranks, chronicle.below, self._casebook.id, self._upkeep.trouble)
 
     def status(self) -> DaemonStatus:
-        now, journal, group, chronicle = self._clock.monotonic(), self.journal, self.observe(), self._chronicle
+        now, group, chronicle = self._clock.monotonic(), self.observe(), self._chronicle
         why = self._why()
         return DaemonStatus(
             state="stopping" if self._ending else "starting" if not self._started else "degraded" if why else "ok",
@@ -399,7 +404,7 @@ class Supervisor:
             hosts=chronicle.hosts,
             placed=chronicle.placed,
             sensors=self._senses.status(),
-            journal=JournalStatus(str(journal.path), journal.entries, journal.error, str(journal.set_aside or "")),
+            journal=self._upkeep.status(),
         )
 
 

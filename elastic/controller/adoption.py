@@ -48,13 +48,12 @@ async def find_members(
     state: GroupState | None,
     launcher: Launcher,
     on_event: Callable[[Event], None],
-    observe_only: bool,
     spares: Collection[int] = (),
     term: int = 0,
 ) -> dict[int, list[RankLink]]:
     """Connect to every rank that answers, by the sockets in the run directory; usually one a slot. Processes of this
     group that do not answer are ended: half-booted, stopped, or of a slot that was given up. Sockets of the dead are
-    removed. The pids in `spares` are spared. With `observe_only` nothing is ended or removed.
+    removed. The pids in `spares` are spared.
 
     Raises Superseded, with nothing ended, where any of them has seen a controller of a higher `term`."""
 
@@ -66,8 +65,7 @@ async def find_members(
         except Superseded:
             raise
         except ElasticError:
-            if not observe_only:
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             return None
 
     sockets = [(path, m) for path in config.root.glob("rank-*.sock") if (m := _SOCKET.fullmatch(path.name))]
@@ -85,7 +83,7 @@ async def find_members(
     keep = {link.member.pid for link in links} | {gateway_pid(config), *spares}
     known = [Launched(m.pid, m.pid_start) for m in state.members] if state else []
     for stray in {*launcher.strays(), *known}:
-        if stray.pid not in keep and not observe_only:
+        if stray.pid not in keep:
             launcher.end(stray)
     return found
 

@@ -85,18 +85,18 @@ class Executor:
         self._failure = ""
         self._failures = 0
         """Sequences in a row that failed."""
+        self._released = False
+        """The owner asked for the step to be run again, and it has not been yet."""
         self._save_error = ""
         self._formed = False
 
     # --- the owner's side -----------------------------------------------------------------------------------------
 
-    async def start(self, *, observe_only: bool = False) -> str:
+    async def start(self) -> str:
         """Adopt the group that runs in `config.run_dir`, else form it (launch, load, first commit). Also starts the
         gateway where none runs. Returns a sentence: what was found, what was done. Raises ElasticError (bad checkpoint,
         ranks that die at start, another controller holds the group: Superseded where its term is higher); nothing is left
-        running by a failed form.
-
-        With `observe_only` a running group is adopted as it is: what died meanwhile, or was left half done, stays so."""
+        running by a failed form."""
         self.config.validate(self._group.model)
         self.config.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._lock is not None:
@@ -107,19 +107,16 @@ class Executor:
             if state is not None:
                 self._incarnations |= state.incarnations
                 self._group.epoch = state.epoch
-            spares = set() if observe_only else await self._spares.find()
-            found = await find_members(
-                self.config, state, self._launcher, self._event, observe_only, spares, self._term
-            )
+            spares = await self._spares.find()
+            found = await find_members(self.config, state, self._launcher, self._event, spares, self._term)
             if found:
                 refuse_other_shape(self.config)
-                sentence = await self._adopt(found, state, observe_only)
+                sentence = await self._adopt(found, state)
             else:
                 sentence = await self._form()
             if self._fenced:
                 raise Superseded(self._fenced)
-            if not observe_only:
-                drop_older_states(self.config, self._term)
+            drop_older_states(self.config, self._term)
             return sentence
         except Superseded:
             await self.close()
@@ -143,6 +140,16 @@ class Executor:
         self._wanted |= dict.fromkeys(fresh, (f"refill after {cause}", detected))
         if self._running is not None:
             self._running.cancel()
+        self._wake.set()
+
+    def release(self) -> None:
+        """The owner's verdict: the ranks wait, and nobody is condemned yet. The step in flight is dropped on every rank and
+        run again by the same ranks: a loss of nobody. A rank that does not answer within the commit's deadline is lost.
+        Nothing to do while a sequence runs: that releases the step itself."""
+        if self._why_not() or self._running is not None or self._group.view is None:
+            return
+        self._released = True
+        self._group.unsettled = True
         self._wake.set()
 
     def scale(self, target: int | Iterable[int], *, reason: str) -> tuple[int, ...]:
@@ -189,7 +196,7 @@ class Executor:
         return group_status(
             self._group,
             self._boots,
-            self._spares,
+            self._spares.status(),
             target=self._target,
             lost=self._lost,
             sequence=sequence,
@@ -291,14 +298,13 @@ class Executor:
             raise
         return f"formed a group of {len(self._target)} ranks on slots {list(self._target)}"
 
-    async def _adopt(self, found: dict[int, list[RankLink]], state: GroupState | None, observe_only: bool) -> str:
+    async def _adopt(self, found: dict[int, list[RankLink]], state: GroupState | None) -> str:
         group = self._group
         links, view, strays = view_of(found)
         for link in strays:
             await link.aclose()
-            if not observe_only:
-                self._launcher.end(launched(link.member))
-                self._launcher.remove(link.member.address)
+            self._launcher.end(launched(link.member))
+            self._launcher.remove(link.member.address)
         top = [link.status.epoch for links_ in found.values() for link in links_]
         group.epoch = max([group.epoch, *top])
         for slot, link in links.items():
@@ -310,23 +316,21 @@ class Executor:
         group.links = {s: link for s, link in links.items() if s in serving and link.status.view is not None}
         self._boots.ready = {s: link for s, link in links.items() if s not in group.links}
         missing = sorted(serving - set(group.links))
-        unsettled = any(
+        group.unsettled = any(
             link.status.phase != "serving" or (view is not None and link.status.view != view)
             for link in group.links.values()
         )
-        group.unsettled = unsettled and not observe_only
         self._target = (
             state.target if state and state.target else tuple(sorted(serving)) or tuple(range(self.config.ranks))
         )
         self._formed = True
-        await self._gateway.adopt(observe_only=observe_only)
-        if not observe_only:
-            now = time.monotonic()
-            self._lost |= dict.fromkeys(missing, ("died while no controller watched", now))
-            await self._take_gateway_epoch()
-            await self._gateway.route(group.epoch, self._sequences.routes())
-            self._begin()
-            self._save()
+        await self._gateway.adopt()
+        unsettled = group.unsettled
+        self._lost |= dict.fromkeys(missing, ("died while no controller watched", time.monotonic()))
+        await self._take_gateway_epoch()
+        await self._gateway.route(group.epoch, self._sequences.routes())
+        self._begin()
+        self._save()
         if not missing and not unsettled:
             return f"adopted the running group: slots {sorted(serving)} at epoch {group.epoch}, nothing to do"
         return (
@@ -415,7 +419,9 @@ class Executor:
             detected = min(d for _, d in self._lost.values())
             return self._sequences.loss(tuple(self._lost), cause, detected)
         if self._group.unsettled:
-            return self._sequences.loss((), "a sequence was interrupted", time.monotonic())
+            why = "the step is run again, as the owner asked" if self._released else "a sequence was interrupted"
+            self._released = False
+            return self._sequences.loss((), why, time.monotonic())
         return None
 
     def _why(self, slots: Collection[int]) -> tuple[str, float]:

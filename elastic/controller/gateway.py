@@ -46,17 +46,15 @@ class GatewayLink:
         self._routes: tuple[int, tuple[Route, ...]] | None = None
         """None until the first `route`: a gateway that is adopted keeps what it knows."""
         self._watch: asyncio.Task[None] | None = None
-        self._acts = True
 
     async def start(self, *, deadline_s: float) -> None:
         """Adopt the running gateway or start one. Raises ElasticError with its last words (port in use)."""
         await self._ensure(deadline_s)
         self._watch = asyncio.create_task(self._keep(), name="gateway watch")
 
-    async def adopt(self, *, observe_only: bool = False) -> None:
-        """Connect to the running gateway. With `observe_only` it is watched, and never started or ended. Where none runs, or none can be started, ranks are healed all the same: one is
+    async def adopt(self) -> None:
+        """Connect to the running gateway. Where none runs, or none can be started, ranks are healed all the same: one is
         started in the background, and again until it stays."""
-        self._acts = not observe_only
         with contextlib.suppress(ElasticError):
             if self._find():
                 await self._connect()
@@ -141,10 +139,7 @@ class GatewayLink:
     async def _keep(self) -> None:
         said, pause_s, misses = "", WATCH_S, 0
         while True:
-            gone = self._channel is None or self._channel.closed
-            if gone and not self._acts:
-                self.trouble = "no gateway: its connection is closed"
-            elif self._channel is None or self._channel.closed:
+            if self._channel is None or self._channel.closed:
                 try:
                     await self._ensure(self._config.prepare_deadline_s)
                     if said or self.trouble:
@@ -160,7 +155,7 @@ class GatewayLink:
             elif not self._channel.closed:
                 misses += 1
                 self.trouble = f"the gateway has not answered for {misses * ANSWER_S:g} s"
-                if self._acts and misses >= MISSES and self.process is not None:
+                if misses >= MISSES and self.process is not None:
                     log.error("%s; it is replaced", self.trouble)
                     self._launcher.end(Launched(self.process.pid, self.process.pid_start))
                     misses = 0

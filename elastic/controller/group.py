@@ -13,7 +13,7 @@ from elastic.controller.link import RankLink
 from elastic.errors import ElasticError, NeedsReplan, Retryable, Unreachable
 from elastic.placement import HOLE, Move, Placement, Plan, losses_without_load
 from elastic.placement.maps import Row
-from elastic.protocol import Commit, Committed, Done, Late, Parked, Peer, Resume, StopAt
+from elastic.protocol import Commit, Committed, Done, Late, Parked, Peer, Resume, Stage, Staged, StopAt, Switch
 from elastic.view import View
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ EPOCH_SHIFT = 24
 """Dispatch numbers are counted from epoch << EPOCH_SHIFT, so a stale signal word of an earlier epoch never matches."""
 
 BUSY_LEAD = 2
-"""Rounds between the newest round seen and the one to stop before: the order must arrive before it begins."""
+"""Rounds between the newest round seen and the one to change before: both orders should arrive before it begins."""
 
 
 MISSES = 3
@@ -128,16 +128,34 @@ class Group:
         limit_s = max(self.config.commit_deadline_s / 2, 3 * self.config.heartbeat_s)
         return time.monotonic() - self.links[slot].beat_at > limit_s
 
-    # --- the two-stage stop ---------------------------------------------------------------------------------------
+    # --- a planned change: staged while the group serves, taken over between two rounds --------------------------------
 
-    async def stop(self) -> None:
-        """Bring every live rank to a stand before one common round, nothing discarded.
+    def staging(self, view: View, joiners: Mapping[int, RankLink]) -> dict[int, Coroutine[Any, Any, Staged]]:
+        """One call for each rank of `view`: lay it down, while the group serves. Each raises ElasticError where the rank
+        cannot take it over, or has another map than the view's."""
+        links = {**self.links, **joiners}
 
-        Stage one agrees on the round: a rank that has already begun it says so, and all run on to a later one. Stage two
-        waits until all stand there; it ends by the answers, or by the death of a rank (its channel closes).
+        async def one(slot: int) -> Staged:
+            link = links[slot]
+            order = Stage(
+                id=link.next_id(),
+                epoch=view.epoch,
+                view=view,
+                peers=tuple(links[s].status.peer for s in view.live if s != slot),
+                base=_base(view),
+            )
+            staged = await link.call(order, Staged, deadline_s=self.config.commit_deadline_s)
+            _same(view, {slot: staged.placement_hash})
+            return staged
+
+        return {slot: one(slot) for slot in view.live}
+
+    async def agree(self) -> int:
+        """Find a round that no live rank has begun, and have all stand before it unless `switch` comes first. Returns it.
+
+        A rank that has begun it already says so, and all run on to a later one. Until `switch` or `resume` nothing has
+        changed. Ends by the answers, by the death of a rank (its channel closes), or at the commit deadline.
         """
-        if not self.live or len(self.parked) == len(self.live):
-            return
         deadline_s = self.config.commit_deadline_s
         self.unsettled = True
         beats = await self.each({s: self.links[s].refresh(deadline_s=deadline_s) for s in self.live})
@@ -149,20 +167,33 @@ class Group:
             answers = await self.each({s: self._stop_at(s, at) for s in self.live})
             late = [a.round for a in answers.values() if isinstance(a, Late)]
             if not late:
-                self.parked = {s: a for s, a in answers.items() if isinstance(a, Parked)}
-                return
+                return at
             if time.monotonic() > until:
                 raise Retryable(f"no common round to stop before within {deadline_s:g} s; the last was {at}")
             # rounds may be shorter than the way of an order on a busy machine
             lead *= 2
             at = max(late) + lead
 
-    async def _stop_at(self, slot: int, round_: int) -> Parked | Late:
+    async def _stop_at(self, slot: int, round_: int) -> Done | Late:
         link = self.links[slot]
         order = StopAt(id=link.next_id(), epoch=self.epoch, round=round_)
-        return await link.call(order, (Parked, Late), deadline_s=self.config.commit_deadline_s)
+        return await link.call(order, (Done, Late), deadline_s=self.config.commit_deadline_s)
 
-    # --- commit ---------------------------------------------------------------------------------------------------
+    async def switch(self, view: View, round_: int) -> dict[int, Committed]:
+        """Every rank has staged `view`, and those that serve have agreed on `round_`: have all take it over there and run on.
+        On return they have. Raises as `each`, and ElasticError where two ranks end with different maps."""
+
+        async def one(slot: int) -> Committed:
+            link = self.links[slot]
+            order = Switch(id=link.next_id(), epoch=view.epoch, round=round_)
+            return await link.call(order, Committed, deadline_s=self.config.commit_deadline_s)
+
+        done = await self.each({s: one(s) for s in view.live})
+        _same(view, {slot: committed.placement_hash for slot, committed in done.items()})
+        self._runs()
+        return done
+
+    # --- a commit of a group that stands ---------------------------------------------------------------------------------------------------
 
     async def commit(self, view: View, moves: Mapping[int, tuple[Move, ...]]) -> dict[int, Committed]:
         """All ranks of `view` stand. Give each the view and its moves; on return every rank has the same map.
@@ -182,18 +213,16 @@ class Group:
                 peers=tuple(p for s, p in peers.items() if s != slot),
                 moves=moves.get(slot, ()),
                 round=round_,
-                base=view.epoch << EPOCH_SHIFT,
+                base=_base(view),
             )
             return await link.call(order, Committed, deadline_s=self.config.commit_deadline_s)
 
         done = await self.each({s: one(s) for s in view.live})
-        wrong = [s for s, c in done.items() if c.placement_hash != view.hash]
-        if wrong:
-            raise ElasticError(f"epoch {view.epoch}: slots {wrong} committed another map than {view.hash}")
+        _same(view, {slot: committed.placement_hash for slot, committed in done.items()})
         return done
 
     async def resume(self) -> None:
-        """All ranks have committed, or none was asked to: let them run."""
+        """All ranks have committed, or none was asked to switch: let them run."""
 
         async def one(slot: int) -> Done:
             link = self.links[slot]
@@ -201,12 +230,25 @@ class Group:
             return await link.call(order, Done, deadline_s=self.config.commit_deadline_s)
 
         await self.each({s: one(s) for s in self.live})
+        self._runs()
+
+    def _runs(self) -> None:
         self.parked = {}
         self.unsettled = False
         self._misses.clear()
 
     def peer(self, slot: int) -> Peer:
         return self.links[slot].status.peer
+
+
+def _base(view: View) -> int:
+    return view.epoch << EPOCH_SHIFT
+
+
+def _same(view: View, hashes: Mapping[int, str]) -> None:
+    """Raises ElasticError naming the ranks whose map is another than that of the view."""
+    if wrong := sorted(slot for slot, found in hashes.items() if found != view.hash):
+        raise ElasticError(f"epoch {view.epoch}: slots {wrong} have another map than {view.hash}")
 
 
 def moves_by_slot(*groups: tuple[Move, ...]) -> dict[int, tuple[Move, ...]]:

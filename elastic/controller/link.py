@@ -43,11 +43,12 @@ class RankLink:
         *,
         deadline_s: float,
         term: int = 0,
+        observe: bool = False,
     ) -> "RankLink":
-        """Connect and ask who is there. Raises Retryable when nobody answers in time, Superseded when the rank has seen a
+        """Connect and ask who is there; with `observe` as one who gives no orders, and is refused by nobody. Raises Retryable when nobody answers in time, Superseded when the rank has seen a
         controller of a higher `term`."""
         name = f"rank {slot}.{incarnation}"
-        hello = Hello(role="controller", group=group, term=term)
+        hello = Hello(role="observer" if observe else "controller", group=group, term=term)
         channel = await Channel.open(address, hello, name, deadline_s=deadline_s)
         events: list[AnyMessage] = []
         channel.start(events.append)

@@ -7,8 +7,9 @@ follow. Contents of the expert buffers are always taken from the ranks' answers,
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from elastic.config import GroupConfig
 from elastic.controller.boots import Boots
@@ -19,11 +20,11 @@ from elastic.controller.link import RankLink
 from elastic.controller.phases import Step
 from elastic.controller.recorder import Recorder
 from elastic.controller.records import Event, Joiner
-from elastic.errors import ElasticError, Infeasible, Unreachable
+from elastic.errors import ElasticError, Infeasible, Retryable, Unreachable
 from elastic.launch.base import Launched
-from elastic.placement import Move, Plan, initial, replan
-from elastic.placement.maps import Row
-from elastic.protocol import Abort, Done, Leave, Link, Parked, Prepare, Prepared, Route
+from elastic.placement import Move, Placement, Plan, initial, replan
+from elastic.placement.maps import HOLE, Row
+from elastic.protocol import Abort, Done, Leave, Link, Parked, Peer, Prepare, Prepared, Route
 from elastic.view import View
 
 T = TypeVar("T")
@@ -32,6 +33,19 @@ RESUMED_S = 2.0
 """How long a report waits for the first step of every survivor."""
 
 LEAVE_S = 1.0
+
+MUTE_SHARE = 1 / 6
+"""Of the time for a prepare: a joiner that has not beaten for so long is given up."""
+
+NO_MOVES: Mapping[int, tuple[Move, ...]] = MappingProxyType({})
+
+
+class _Cover(NamedTuple):
+    """How survivors go on whose buffers hold `contents`."""
+
+    contents: Placement
+    plan: Plan
+    view: View
 
 
 class Sequences:
@@ -68,13 +82,27 @@ class Sequences:
         survivors = tuple(s for s in group.live if s not in lost)
         began = time.monotonic()
         with rec.phase(Step.PARK):
-            group.parked = await group.each({s: self._abort(s, lost) for s in survivors})
+            parking = asyncio.create_task(group.each({s: self._abort(s, lost) for s in survivors}), name="park")
+            try:
+                # the orders go first; what the ranks should hold is planned for while they come to a stand
+                await asyncio.sleep(0)
+                expected = self._cover_expected(survivors)
+                group.parked = await parking
+            finally:
+                parking.cancel()
         released = max((p.released_s for p in group.parked.values()), default=0.0)
         rec.add_phase("release", began, began + released)
-        for slot in lost:
-            if (link := group.links.pop(slot, None)) is not None:
-                await link.aclose()
+        gone = [link for slot in lost if (link := group.links.pop(slot, None)) is not None]
+        try:
+            await self._go_on(rec, survivors, expected)
+        finally:
+            for link in gone:
                 self._launcher.remove(link.member.address)
+            await asyncio.gather(*(link.aclose() for link in gone))
+
+    async def _go_on(self, rec: Recorder, survivors: tuple[int, ...], expected: "_Cover | None") -> None:
+        """The survivors stand: cover and serve, or say why not."""
+        group = self._group
         contents = group.contents({s: p.contents for s, p in group.parked.items()})
         group.note_held(contents)
         if not survivors:
@@ -83,22 +111,38 @@ class Sequences:
             rec.end("committed", "nobody is left; the group must be formed anew", ())
             return
         try:
-            plan = replan(
-                contents,
-                present=survivors,
-                live=survivors,
-                redundant=self._config.redundant_experts,
-                restore_redundancy=False,
-            )
+            if expected is None or expected.contents != contents:
+                expected = self._cover(contents, survivors)
         except Infeasible as no:
             group.view = View(group.epoch, survivors, contents)
             group.unsettled = False
             self._view_changed()
             rec.end("committed", f"survivors stay parked until a rank joins: {no}", survivors)
             return
-        moves = moves_by_slot(plan.fills, plan.overwrites)
-        await self._commit(rec, self._next_view(survivors, plan), moves, phase="cover")
+        moves = moves_by_slot(expected.plan.fills, expected.plan.overwrites)
+        await self._commit(rec, expected.view, moves=moves, phase="cover", survivors=survivors)
         rec.end("committed", f"serving on {list(survivors)}", survivors)
+
+    def _cover_expected(self, survivors: tuple[int, ...]) -> "_Cover | None":
+        """As `_cover`, for buffers that hold what the view says; None where that does not lead to a view."""
+        view = self._group.view
+        if view is None or not survivors:
+            return None
+        try:
+            return self._cover(view.placement.only(survivors), survivors)
+        except ElasticError:
+            return None
+
+    def _cover(self, contents: Placement, survivors: tuple[int, ...]) -> "_Cover":
+        """Raises Infeasible, and as `_next_view`."""
+        plan = replan(
+            contents,
+            present=survivors,
+            live=survivors,
+            redundant=self._config.redundant_experts,
+            restore_redundancy=False,
+        )
+        return _Cover(contents, plan, self._next_view(survivors, plan))
 
     async def _abort(self, slot: int, lost: Collection[int]) -> Parked:
         link = self._group.links[slot]
@@ -130,26 +174,29 @@ class Sequences:
         moves = moves_by_slot(plan.fills) if parked else moves_by_slot(plan.fills, plan.overwrites)
         with rec.phase(Step.LOAD):
             failed = await self._prepare_all(rec, joiners, present, moves)
+        view, round_ = self._next_view(everyone, plan), None
+        serves = bool(present) and not parked
         if not failed:
             with rec.phase(Step.CONNECT):
                 failed = await self._link_all(joiners, present)
+                if serves and not failed:
+                    failed = await self._stage_all(view, joiners, present)
         if not failed:
             with rec.phase(Step.PARK):
-                await group.stop()
+                round_ = await group.agree() if serves else None
             failed = {s: f"slot {s} died" for s, link in joiners.items() if self._boots.ready.get(s) is not link}
-            if failed and not parked:
+            if failed and serves:
                 await group.resume()
         if failed:
             for slot, why in failed.items():
                 self._boots.failed(joiners[slot], why)
             rec.end("rolled-back", "; ".join(failed.values()), present)
             return
-        view = self._next_view(everyone, plan)
         # from here on the joiners are members: whatever interrupts the commit treats them as survivors
         for slot in slots:
             group.links[slot] = self._boots.take(slot)
         leftover = moves_by_slot(plan.overwrites) if parked else {}
-        await self._commit(rec, view, leftover, phase="commit", survivors=present)
+        await self._commit(rec, view, moves=leftover, round_=round_, survivors=present)
         rec.end("committed", f"serving on {list(everyone)}", everyone)
 
     async def _plan_join(self, present: Collection[int], everyone: Collection[int]) -> Plan:
@@ -178,31 +225,30 @@ class Sequences:
     async def _prepare_all(
         self, rec: Recorder, joiners: dict[int, RankLink], present: Collection[int], moves: dict[int, tuple[Move, ...]]
     ) -> dict[int, str]:
-        """Connect and load on all sides while the group serves. Returns why each failed joiner failed: by its own word or
-        silence, or because others could not reach it. Any other failure of a present rank is raised.
+        """Connect and load on all sides while the group serves; nobody reaches for the memory of whoever holds nothing that it
+        needs, since that holds a rank up for tens of ms. Returns why each failed joiner failed: by its own word or silence, or
+        because others could not reach it. Any other failure of a present rank is raised.
 
         The ranks keep to the deadline; the wait for their answers is longer, so that a rank that was kept waiting can
         say by whom."""
         group = self._group
         deadline_s = self._config.prepare_deadline_s + self._config.commit_deadline_s
-        new = {s: link.status.peer for s, link in joiners.items()}
 
         async def joiner(slot: int, link: RankLink, order_: int) -> Prepared:
-            peers = (*(group.peer(s) for s in present), *(p for s, p in new.items() if s != slot))
             source = tuple(present)[order_ % len(present)] if present else -1
             order = Prepare(
                 id=link.next_id(),
                 epoch=group.epoch,
-                peers=peers,
+                peers=self._sources(slot, moves.get(slot, ()), source),
                 moves=moves.get(slot, ()),
                 dense_from=source,
                 capture=True,
             )
-            return await link.call(order, Prepared, deadline_s=deadline_s)
+            return await self._while_it_beats(link, link.call(order, Prepared, deadline_s=deadline_s))
 
         async def survivor(slot: int) -> Prepared:
             link = group.links[slot]
-            order = Prepare(id=link.next_id(), epoch=group.epoch, peers=tuple(new.values()), moves=moves.get(slot, ()))
+            order = self._loading(slot, moves.get(slot, ()))
             return await link.call(order, Prepared, deadline_s=deadline_s)
 
         ups, olds, failed = await self._both(
@@ -221,6 +267,34 @@ class Sequences:
                 end = time.monotonic()
                 rec.add_phase(f"capture {slot}", end - prepared.capture_s, end)
         return failed
+
+    def _loading(self, slot: int, moves: tuple[Move, ...]) -> Prepare:
+        """What a rank of the view is told to load."""
+        id_ = self._group.links[slot].next_id()
+        return Prepare(id=id_, epoch=self._group.epoch, peers=self._sources(slot, moves), moves=moves)
+
+    def _sources(self, slot: int, moves: tuple[Move, ...], dense: int = HOLE) -> tuple[Peer, ...]:
+        """The ranks of the view that weights come from, by these moves to `slot` and in slot `dense`."""
+        found = {dense, *(move.source_slot for move in moves)} & self._group.links.keys() - {slot}
+        return tuple(self._group.peer(source) for source in sorted(found))
+
+    async def _while_it_beats(self, link: RankLink, call: Coroutine[Any, Any, T]) -> T:
+        """The outcome of the call; Retryable where the rank has not beaten for so long that it hangs."""
+        limit_s = self._config.prepare_deadline_s * MUTE_SHARE
+        link.beat_at = max(link.beat_at, time.monotonic() - limit_s / 2)
+        calling = asyncio.create_task(call)
+        try:
+            while not calling.done():
+                began = time.monotonic()
+                await asyncio.wait([calling], timeout=limit_s / 4)
+                now = time.monotonic()
+                # beats that came while this process stood still lie unread
+                stood_still = now - began > limit_s / 2
+                if not calling.done() and not stood_still and now - link.beat_at > limit_s:
+                    raise Retryable(f"{link.member}: it has not beaten for {limit_s:g} s")
+            return calling.result()
+        finally:
+            calling.cancel()
 
     async def _link_all(self, joiners: dict[int, RankLink], present: Collection[int]) -> dict[int, str]:
         """Connect the EP back ends, joiners first: see `Link`. Returns failures as `_prepare_all`."""
@@ -243,6 +317,12 @@ class Sequences:
         if not failed:
             waits = {s: joiner(s, link, True) for s, link in joiners.items()}
             _, _, failed = await self._both(waits, {s: survivor(s) for s in present})
+        return failed
+
+    async def _stage_all(self, view: View, joiners: dict[int, RankLink], present: Collection[int]) -> dict[int, str]:
+        """Lay the next view down on all sides. Returns failures as `_prepare_all`."""
+        calls = self._group.staging(view, joiners)
+        _, _, failed = await self._both({s: calls[s] for s in joiners}, {s: calls[s] for s in present})
         return failed
 
     async def _both(
@@ -283,17 +363,16 @@ class Sequences:
             await self._gateway.route(group.epoch, self.routes(draining=slots))
             await self._gateway.drained(slots, deadline_s=self._config.commit_deadline_s)
         try:
-            plan = await self._move_away(rec, present, staying)
+            view, round_ = await self._move_away(rec, present, staying)
         except ElasticError:
             # nobody knows whether they will be asked to leave again: until then they work
             await self._gateway.route(group.epoch, self.routes())
             raise
-        view = self._next_view(staying, plan)
         leavers = {s: group.links.pop(s) for s in slots}
         for slot in slots:
             group.parked.pop(slot, None)
         try:
-            await self._commit(rec, view, {}, phase="commit", survivors=staying)
+            await self._commit(rec, view, round_=round_, survivors=staying)
             await self._disconnected(staying)
             await self._dismiss(leavers)
         finally:
@@ -304,8 +383,9 @@ class Sequences:
             await asyncio.gather(*(link.aclose() for link in leavers.values()))
         rec.end("committed", f"serving on {list(staying)}", staying)
 
-    async def _move_away(self, rec: Recorder, present: Collection[int], staying: tuple[int, ...]) -> Plan:
-        """Load on those who stay what only others hold, then bring all to a stand."""
+    async def _move_away(self, rec: Recorder, present: Collection[int], staying: tuple[int, ...]) -> tuple[View, int]:
+        """Load on those who stay what only others hold, lay down the view without these, and agree on a round. At that round
+        the leavers stand."""
         group = self._group
         plan = await self._plan_retire(present, staying)
         if plan.overwrites:
@@ -316,14 +396,15 @@ class Sequences:
             orders = {}
             for slot in staying:
                 link = group.links[slot]
-                order = Prepare(id=link.next_id(), epoch=group.epoch, moves=moves.get(slot, ()))
+                order = self._loading(slot, moves.get(slot, ()))
                 deadline_s = self._config.prepare_deadline_s + self._config.commit_deadline_s
                 orders[slot] = link.call(order, Prepared, deadline_s=deadline_s)
             for slot, prepared in (await group.each(orders)).items():
                 rec.loaded(slot, prepared.loaded)
+            view = self._next_view(staying, plan)
+            await group.each(group.staging(view, {}))
         with rec.phase(Step.PARK):
-            await group.stop()
-        return plan
+            return view, await group.agree()
 
     async def _plan_retire(self, present: Collection[int], staying: Collection[int]) -> Plan:
         contents = self._group.contents(await self._held(present))
@@ -354,12 +435,12 @@ class Sequences:
         background instead of while the group stands."""
         group = self._group
         with rec.phase(Step.VACATE):
-            await group.stop()
             view = View(group.epoch, group.live, plan.vacated.only(group.live))
-            await group.commit(view, {})
+            await group.each(group.staging(view, {}))
+            round_ = await group.agree()
             group.view = view
+            await group.switch(view, round_)
             self._view_changed()
-            await group.resume()
         group.epoch += 1
 
     def _next_view(self, live: tuple[int, ...], plan: Plan) -> View:
@@ -375,31 +456,35 @@ class Sequences:
         self,
         rec: Recorder,
         view: View,
-        moves: dict[int, tuple[Move, ...]],
         *,
-        phase: str,
-        survivors: Collection[int] | None = None,
+        survivors: Collection[int],
+        moves: Mapping[int, tuple[Move, ...]] = NO_MOVES,
+        round_: int | None = None,
+        phase: str = "",
     ) -> None:
+        """Bring all ranks of `view` to it: at `round_`, where it is staged and agreed, else all stand and run afterwards."""
         group = self._group
         group.view = view
         start = time.monotonic()
+        orders = group.commit(view, moves) if round_ is None else group.switch(view, round_)
         with rec.phase(Step.COMMIT):
-            committing = asyncio.create_task(group.commit(view, moves), name="commit")
+            committing = asyncio.create_task(orders, name="commit")
             try:
-                # the orders go first: the state file is a hint, and the group stands until they are answered
+                # the orders go first: the state file is a hint, and the group stands, or is about to, until they come
                 await asyncio.sleep(0)
                 self._view_changed()
                 done = await committing
             finally:
                 committing.cancel()
-        if phase == "cover":
-            rec.add_phase("cover", start, start + max((c.loaded.seconds for c in done.values()), default=0.0))
+        if phase:
+            rec.add_phase(phase, start, start + max((c.loaded.seconds for c in done.values()), default=0.0))
         for slot, committed in done.items():
             rec.loaded(slot, committed.loaded)
         with rec.phase(Step.RESUME):
-            await group.resume()
+            if round_ is None:
+                await group.resume()
             await self._gateway.route(group.epoch, self.routes())
-            await self._first_steps(rec, view.live if survivors is None else survivors)
+            await self._first_steps(rec, survivors)
         # so that the owner sees the counters as they are after the sequence
         await asyncio.gather(*(_outcome(link.refresh(deadline_s=RESUMED_S)) for link in group.links.values()))
 

@@ -3,6 +3,7 @@
 The file is a hint, not the truth: after a restart the ranks are asked. It exists so that they can be found.
 """
 
+import contextlib
 import fcntl
 import os
 from typing import IO
@@ -80,9 +81,10 @@ class ControllerLock:
             holder = file.read().strip() or "unknown"
             file.close()
             raise ElasticError(f"{self._path}: another controller holds this group (pid {holder})") from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        # a hint for whoever is refused: a full disk must not keep the controller away
+        with contextlib.suppress(OSError):
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), str(os.getpid()).encode())
         self._file = file
 
     def release(self) -> None:

@@ -1,20 +1,33 @@
 """The group as its owner sees it: one record, made from what the controller knows at this moment."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Protocol
 
-from elastic.controller.boots import Boots
 from elastic.controller.group import Group
-from elastic.controller.records import GroupStatus, SlotState, SlotStatus
-from elastic.controller.spares import Spares
+from elastic.controller.link import RankLink
+from elastic.controller.records import GroupStatus, SlotState, SlotStatus, SpareState
 from elastic.placement import HOLE, losses_survivable
 from elastic.protocol import Counters
 
 
+class Coming(Protocol):
+    """The ranks on their way: `elastic.controller.boots`."""
+
+    @property
+    def booting(self) -> Collection[int]: ...
+
+    @property
+    def ready(self) -> Mapping[int, RankLink]: ...
+
+    @property
+    def quarantined(self) -> Mapping[int, str]: ...
+
+
 def group_status(
     group: Group,
-    boots: Boots,
-    spares: Spares,
+    boots: Coming,
+    spares: tuple[SpareState, ...],
     *,
     target: tuple[int, ...],
     lost: Collection[int],
@@ -41,13 +54,13 @@ def group_status(
         losses_without_load=group.losses_without_load,
         slots=tuple(_slot_status(s, group, boots, lost) for s in range(config.max_ranks)),
         gateway=gateway,
-        spares=spares.status(),
+        spares=spares,
         term=term,
         fenced=fenced,
     )
 
 
-def _slot_status(slot: int, group: Group, boots: Boots, lost: Collection[int]) -> SlotStatus:
+def _slot_status(slot: int, group: Group, boots: Coming, lost: Collection[int]) -> SlotStatus:
     link = group.links.get(slot) or boots.ready.get(slot)
     state: SlotState = "empty"
     if slot in lost:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from elastic.errors import ElasticError
+from elastic.output import forgive_output
 from elastic.paths import config_path, read_config, socket_path
 
 
@@ -20,6 +21,7 @@ def main() -> int:
     what.add_argument("--spare", type=int, metavar="N", help="wait to become a rank")
     parser.add_argument("--incarnation", type=int, default=1)
     options = parser.parse_args()
+    forgive_output()
     try:
         config = read_config(config_path(Path(options.run_dir)))
         if options.slot is not None and not 0 <= options.slot < config.max_ranks:

@@ -7,6 +7,7 @@ carried out in the socket's thread, at once; loading and connecting go to the wo
 
 import asyncio
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -43,26 +44,34 @@ from elastic.protocol import (
     Rejected,
     Resume,
     Resumed,
+    Stage,
     Status,
     Steps,
     StepsTaken,
     StopAt,
     Submit,
+    Switch,
     encode,
 )
 from elastic.rank.address import Address
 from elastic.rank.comm.base import EpBackend
 from elastic.rank.engine import Engine
 from elastic.rank.fatal import end_if_device_error, essential
-from elastic.rank.gate import Gate, Phase
+from elastic.rank.gate import Gate, Phase, Takeover
 from elastic.rank.member import Membership
 from elastic.rank.weights import Weights
 
 _Connection = asyncio.StreamWriter
 
+Order = Prepare | Link | Stage | StopAt | Switch | Abort | Commit | Resume | Leave
+"""What carries an epoch."""
+
 FORGOTTEN = 2.0
 """Times the deadline of a join that a rank in no view waits for a controller before it ends: whoever launched it was
 superseded or died, and nobody knows of it."""
+
+DYING_S, DYING_LOOK_S = 3.0, 0.03
+"""How long to wait for a dead peer's process to be gone before its connections are taken down, and how often to look."""
 
 UNREAD_BYTES = 1 << 20
 """A controller that has left so much unread (it is stopped) is told no news; answers still go to it."""
@@ -94,6 +103,7 @@ class Agent:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._controllers = Controllers()
         self._gateways: set[_Connection] = set()
+        self._tidying: set[asyncio.Future[None]] = set()
         self._owner: dict[tuple[str, int], _Connection] = {}
         self._load = Load(waiting=-1, running=-1, max_seqs=config.max_seqs)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -168,7 +178,7 @@ class Agent:
                 return
             for peer, what, source in self._faults():
                 self._send_controllers(Fault(peer=peer, what=what, source=source))
-            if self._controllers:
+            if self._controllers.writers():
                 self._send_controllers(
                     Heartbeat(
                         round=self._gate.round,
@@ -195,7 +205,9 @@ class Agent:
             if not isinstance(hello, Hello) or hello.version != PROTOCOL_VERSION or hello.group != self._config.name:
                 print(f"agent: refused a connection that began with {type(hello).__name__}", flush=True)
                 return
-            if hello.role != "controller":
+            if hello.role == "observer":
+                self._controllers.observe(writer)
+            elif hello.role != "controller":
                 self._gateways.add(writer)
                 writer.write(encode(self._load))
             elif why := self._controllers.admit(hello, writer):
@@ -255,8 +267,18 @@ class Agent:
     def _resumed(self, message: Resumed) -> None:
         self._send_controllers(message)
         # behind the first step, which it would hold up: NIXL EP takes connections down with Python's lock held
-        tidying = asyncio.get_running_loop().run_in_executor(self._worker, self._membership.tidy)
+        tidying = asyncio.ensure_future(self._tidy())
+        self._tidying.add(tidying)
+        tidying.add_done_callback(self._tidying.discard)
         tidying.add_done_callback(lambda done: _outcome_of(done, "disconnecting"))
+
+    async def _tidy(self) -> None:
+        loop, until = asyncio.get_running_loop(), self._clock() + DYING_S
+        left = await loop.run_in_executor(self._worker, self._membership.tidy)
+        while left:
+            await asyncio.sleep(DYING_LOOK_S)
+            part = functools.partial(self._membership.part, left, wait=self._clock() < until)
+            left = await loop.run_in_executor(self._worker, part)
 
     def _send_controllers(self, message: AnyMessage) -> None:
         for writer in self._controllers.writers():
@@ -266,7 +288,11 @@ class Agent:
     # --- commands -------------------------------------------------------------------------------------------------
 
     async def _answer(self, message: AnyMessage, writer: _Connection) -> None:
-        if writer not in self._controllers:
+        if self._controllers.observed_by(writer) and not isinstance(message, Query | Steps):
+            why = "an observer gives no orders"
+            writer.write(encode(Refused(id=getattr(message, "id", -1), epoch=self._gate.epoch, why=why)))
+            return
+        if writer not in self._controllers and not self._controllers.observed_by(writer):
             # it was superseded after this message had been read, or is no controller
             print(f"agent: ignored {type(message).__name__} of who may not give it", flush=True)
             return
@@ -274,10 +300,10 @@ class Agent:
             writer.write(encode(self.status(message.id)))
             return
         if isinstance(message, Steps):
-            ends, took_s = self._engine.steps.since(message.since)
-            writer.write(encode(StepsTaken(id=message.id, ends=ends, took_s=took_s)))
+            steps, works = self._engine.steps.since(message.since), self._engine.works.since(message.since)
+            writer.write(encode(StepsTaken(id=message.id, steps=steps, works=works)))
             return
-        if not isinstance(message, Prepare | Link | StopAt | Abort | Commit | Resume | Leave):
+        if not isinstance(message, Order):
             print(f"agent: ignored {type(message).__name__}", flush=True)
             return
         if not self._gate.fence(message.epoch):
@@ -303,7 +329,7 @@ class Agent:
             await writer.drain()
             self._gate.leave()
 
-    async def _carry_out(self, message: Prepare | Link | StopAt | Abort | Commit | Resume | Leave) -> AnyMessage:
+    async def _carry_out(self, message: Order) -> AnyMessage:
         loop, phase = asyncio.get_running_loop(), self._gate.phase
         if isinstance(message, Prepare):
             return await loop.run_in_executor(self._worker, self._membership.prepare, message)
@@ -315,10 +341,12 @@ class Agent:
                 # its outcome is told to whoever waits with the same order; nobody else awaits it
                 linking.add_done_callback(lambda done: _outcome_of(done, "connecting"))
             return Done(id=message.id)
-        if isinstance(message, StopAt):
-            if (begun := self._gate.stop_at(message.round)) is not None:
-                return Late(id=message.id, round=begun)
-            return await self._parked(message.id, 0.0)
+        if isinstance(message, Stage):
+            return await loop.run_in_executor(self._worker, self._membership.stage, message)
+        if isinstance(message, StopAt) and (begun := self._gate.stop_at(message.round)) is not None:
+            return Late(id=message.id, round=begun)
+        if isinstance(message, Switch):
+            return await self._switch(message)
         if isinstance(message, Abort):
             told, in_round = self._clock(), self._gate.in_round
             self._gate.halt()
@@ -329,15 +357,41 @@ class Agent:
                 return Refused(id=message.id, epoch=self._gate.epoch, why=f"the rank is {phase}, not parked or ready")
             return await loop.run_in_executor(self._worker, self._membership.commit, message)
         if isinstance(message, Resume):
-            if phase is not Phase.PARKED or self._engine.view is None:
-                return Refused(id=message.id, epoch=self._gate.epoch, why=f"the rank is {phase}, not parked in a view")
+            if self._engine.view is None:
+                return Refused(id=message.id, epoch=self._gate.epoch, why=f"the rank is {phase}, in no view")
             self._gate.resume()
         return Done(id=message.id)
 
+    async def _switch(self, message: Switch) -> AnyMessage:
+        loop = asyncio.get_running_loop()
+        applied: asyncio.Future[bool] = loop.create_future()
+
+        def done(outcome: bool) -> None:
+            def tell() -> None:
+                loop.call_soon_threadsafe(_set, applied, outcome)
+
+            # an answer that is put together while the loop launches its step would take Python's lock from it
+            self._engine.when_launched(tell) if outcome else tell()
+
+        if not self._gate.take_over(Takeover(message.round, self._engine.switch, done)):
+            why = f"the rank is {self._gate.phase} at round {self._gate.round}, round {message.round} cannot be met"
+            return Refused(id=message.id, epoch=self._gate.epoch, why=why)
+        if not await applied:
+            return Failed(id=message.id, why=f"the view of epoch {message.epoch} was not taken over")
+        return await loop.run_in_executor(self._worker, self._membership.settle, message)
+
     async def _parked(self, id_: int, told: float) -> AnyMessage:
         loop, wait_s = asyncio.get_running_loop(), self._config.prepare_deadline_s
-        # a thread of its own: the worker may be busy, and a stop must not wait for a load
-        if not await loop.run_in_executor(None, self._gate.wait_parked, wait_s):
+        stands: asyncio.Future[bool] = loop.create_future()
+
+        def stand() -> None:
+            loop.call_soon_threadsafe(_set, stands, True)
+
+        self._gate.when_parked(stand)
+        try:
+            async with asyncio.timeout(wait_s):
+                await stands
+        except TimeoutError:
             return Failed(id=id_, why=f"the round loop did not stop within {wait_s:g} s")
         released = max(0.0, self._engine.stood - told) if told else 0.0
         return Parked(id=id_, round=self._gate.round, contents=self._weights.contents(), released_s=released)
@@ -368,6 +422,11 @@ class Agent:
             boot_s=self._boot_s,
             term=self._controllers.term,
         )
+
+
+def _set(future: asyncio.Future[bool], outcome: bool) -> None:
+    if not future.done():
+        future.set_result(outcome)
 
 
 def _outcome_of(done: asyncio.Future[None], doing: str) -> None:

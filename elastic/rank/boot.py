@@ -6,13 +6,14 @@ last, since it is the liveness signal.
 
 import contextlib
 import faulthandler
+import gc
 import os
 import secrets
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +22,8 @@ from elastic import process
 from elastic.config import GroupConfig, is_suspect
 from elastic.errors import ElasticError
 from elastic.lifeline import Lifeline
-from elastic.paths import fault_path, tier_path
+from elastic.paths import fault_path, steps_path, tier_path
+from elastic.protocol import Emitted, Rejected
 from elastic.rank import faults
 from elastic.rank.agent import Agent
 from elastic.rank.architecture import Architecture, Arena, ExpertBuffers, read_architecture
@@ -29,12 +31,14 @@ from elastic.rank.buffers import Buffers
 from elastic.rank.checkpoint import Checkpoint
 from elastic.rank.comm.base import EpBackend, RoundBoard
 from elastic.rank.comm.factory import open_backend
+from elastic.rank.comm.links import FaultyNixlAgent, Links
 from elastic.rank.device import Device, open_device
 from elastic.rank.engine import Engine
 from elastic.rank.gate import Gate
 from elastic.rank.member import Membership
 from elastic.rank.nixl_agent import NixlAgent
 from elastic.rank.probe import probe
+from elastic.rank.recorder import StepRecorder
 from elastic.rank.runner import Runner
 from elastic.rank.tier import HostTier
 from elastic.rank.weights import Weights
@@ -65,6 +69,8 @@ class Base:
     device: Device
     tier: HostTier | None
     weights_agent: NixlAgent
+    links: Links | None
+    """The faults that may be put between this rank and its peers; None: none may."""
     slot: int
     """The slot that `ep` was opened for."""
     ep: EpBackend
@@ -110,10 +116,15 @@ def prepare(config: GroupConfig, slot: int, device: Device | None = None) -> Bas
         tier = HostTier.open(tier_path(config.root), arch, device.dtype) if config.host_tier else None
         if tier is not None:
             tier.pin(device)
-        weights_agent = NixlAgent(f"{config.name}/weights/{secrets.token_hex(8)}")
+        name = f"{config.name}/weights/{secrets.token_hex(8)}"
+        links = Links() if config.fault_injection else None
+        weights_agent = NixlAgent(name) if links is None else FaultyNixlAgent(name, links)
     with watch.part("exchange"):
-        ep, board = _open_exchange(config, arch, device, slot)
-    return Base(config, arch, checkpoint, device, tier, weights_agent, slot, ep, board, watch)
+        ep, board = _open_exchange(config, arch, device, slot, links)
+    # the libraries are here to stay: to look through their objects now and then would hold every thread up for 50 ms
+    gc.collect()
+    gc.freeze()
+    return Base(config, arch, checkpoint, device, tier, weights_agent, links, slot, ep, board, watch)
 
 
 def _age_s() -> float:
@@ -121,7 +132,9 @@ def _age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - process.start_time(os.getpid()) / os.sysconf("SC_CLK_TCK")
 
 
-def _open_exchange(config: GroupConfig, arch: Architecture, device: Device, slot: int) -> tuple[EpBackend, RoundBoard]:
+def _open_exchange(
+    config: GroupConfig, arch: Architecture, device: Device, slot: int, links: Links | None
+) -> tuple[EpBackend, RoundBoard]:
     return open_backend(
         config.ep_backend,
         rank=slot,
@@ -134,6 +147,7 @@ def _open_exchange(config: GroupConfig, arch: Architecture, device: Device, slot
         group=config.name,
         device=device,
         early_release=config.early_release,
+        links=links,
     )
 
 
@@ -143,7 +157,7 @@ def assemble(base: Base, slot: int, incarnation: int) -> Rank:
     if slot != base.slot:
         with base.watch.part("exchange"):
             base.ep.close()
-            base.ep, base.board = _open_exchange(config, arch, device, slot)
+            base.ep, base.board = _open_exchange(config, arch, device, slot, base.links)
             base.slot = slot
     with base.watch.part("weights"):
         arena, buffers = Arena(arch.dense_shapes(), device), Buffers()
@@ -155,6 +169,18 @@ def assemble(base: Base, slot: int, incarnation: int) -> Rank:
         runner = Runner(config, arch, arena, experts, base.ep, buffers, device)
     gate = Gate(base.board.ring)
     agents: list[Agent] = []
+    recorder: StepRecorder | None = None
+    if config.fault_injection:
+        recorder = StepRecorder(
+            steps_path(config.root, slot),
+            slot,
+            incarnation,
+            base.ep,
+            gate,
+            buffers,
+            runner.graphs,
+            weights.contents,
+        )
     engine = Engine(
         config,
         slot,
@@ -162,18 +188,27 @@ def assemble(base: Base, slot: int, incarnation: int) -> Rank:
         runner,
         base.ep,
         base.board,
-        emit=lambda m: agents[0].emit(m),
+        emit=lambda m: _emit(agents[0], recorder, m),
         tell=lambda m: agents[0].tell(m),
     )
+    engine.recorder = recorder
+    base.weights_agent.on_long_poll = engine.works.add
     membership = Membership(config, slot, gate, engine, runner, base.ep, base.board, weights)
     return Rank(arena, experts, gate, engine, runner, base.ep, base.board, weights, membership, agents)
+
+
+def _emit(agent: Agent, recorder: StepRecorder | None, messages: Sequence[Emitted | Rejected]) -> None:
+    if recorder is not None:
+        recorder.emitting(messages)
+    agent.emit(messages)
 
 
 def serve(base: Base, slot: int, incarnation: int, address: str) -> None:
     """Run until told to leave. Raises ElasticError when the rank cannot start."""
     config = base.config
     if config.fault_injection:
-        faults.arm(fault_path(config.root, slot, incarnation), lambda: base.device.place)
+        place = faults.Place(lambda: base.device.place, lambda: base.ep, base.links)
+        faults.arm(fault_path(config.root, slot, incarnation), place)
     if is_suspect(config.root, slot):
         _prove(base)
     rank = assemble(base, slot, incarnation)
@@ -192,6 +227,8 @@ def serve(base: Base, slot: int, incarnation: int, address: str) -> None:
         boot_s=base.watch.spent_s,
     )
     rank.agents.append(agent)
+    rank.engine.works.watch_garbage()
+    gc.freeze()
     agent.start()
     print(f"rank {slot}.{incarnation} listens, pid {os.getpid()}", flush=True)
     code = 0

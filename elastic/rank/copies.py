@@ -1,29 +1,29 @@
-"""Copies into a rank's weights: on a GPU by several streams at once, and over when the call returns.
+"""Copies into a rank's weights, by address: on a GPU by several streams at once.
 
 A copy engine spends about 10 us on each piece, and an expert's tensor may be a MiB, which the bus moves in 20: pieces that
 lie at regular distances, as the tensors of neighbouring experts do, are given to it as the rows of one two-dimensional copy.
 (Measured on an H200: 61% of the bandwidth with one call for each of 256 tensors of 0.8 MB; a kernel that reads the host's
-memory by itself reaches 46%.)
+memory by itself reaches 46%.) Pieces are plain numbers, since to look a tensor up, and to ask it for its address, takes Python
+as long as the bus needs for it.
 
 The streams are not the default one, on which the steps run: a copy does not wait behind a step, nor a step behind a copy.
 """
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 STREAMS = 4
 """So that an engine that is done with one piece finds another."""
 MAX_RUN_BYTES = 16 << 20
-"""Of a two-dimensional copy: longer ones would leave the other streams without work."""
+"""Of a copy: longer ones would leave the other streams without work."""
 _UNIFIED = 4
 """CU_MEMORYTYPE_UNIFIED: the address says where the memory is."""
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""(to, from), of the same shape and type."""
+Piece = tuple[int, int, int]
+"""(to, from, bytes): two addresses and a length."""
 
 
 class Run(NamedTuple):
@@ -52,6 +52,12 @@ class _Copy2D(ctypes.Structure):
     )
 
 
+class Queued(NamedTuple):
+    """Copies under way."""
+
+    events: tuple[Any, ...] = ()
+
+
 class Copier:
     """Used by one thread."""
 
@@ -63,30 +69,25 @@ class Copier:
             self._streams = [torch.cuda.Stream(place) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
             self._driver = ctypes.CDLL("libcuda.so.1")
 
-    def run(self, pairs: Sequence[Pair]) -> None:
-        """All of `pairs`. Raises RuntimeError for a device error; what was to be filled is then rubbish."""
-        self.queue(pairs)
-        self.wait()
+    def run(self, pieces: Sequence[Piece]) -> None:
+        """All of `pieces`. Raises RuntimeError for a device error; what was to be filled is then rubbish."""
+        self.wait(self.queue(pieces))
 
-    def queue(self, pairs: Sequence[Pair]) -> None:
-        """Begin to copy `pairs`; both sides must stay as they are until `wait` returns. Raises as `run`."""
+    def queue(self, pieces: Sequence[Piece]) -> Queued:
+        """Begin to copy `pieces`; both sides must stay as they are until `wait` returns. Raises as `run`."""
         if not self._streams:
-            for to, source in pairs:
-                to.copy_(source)
-            return
-        plain = [pair for pair in pairs if pair[0].is_contiguous() and pair[1].is_contiguous()]
-        for stream, part in zip(self._streams, share(plain, len(self._streams)), strict=True):
-            for run in runs(part):
+            for to, source, size in pieces:
+                ctypes.memmove(to, source, size)
+            return Queued()
+        for stream, part in zip(self._streams, share(runs(pieces), len(self._streams)), strict=True):
+            for run in part:
                 self._queue(run, stream.cuda_stream)
-        with torch.cuda.stream(self._streams[0]):
-            for to, source in pairs:
-                if not (to.is_contiguous() and source.is_contiguous()):
-                    to.copy_(source, non_blocking=True)
+        return Queued(tuple(stream.record_event() for stream in self._streams))
 
-    def wait(self) -> None:
-        """Until all that was queued is copied. Raises as `run`."""
-        for stream in self._streams:
-            stream.synchronize()
+    def wait(self, queued: Queued) -> None:
+        """Until all of it is copied. Raises as `run`."""
+        for event in queued.events:
+            event.synchronize()
 
     def _queue(self, run: Run, stream: int) -> None:
         """Through the driver's own calls: torch spends longer on a tensor than the bus does."""
@@ -110,11 +111,23 @@ class Copier:
             raise RuntimeError(f"CUDA error: the driver returned {code} for a copy of {run}")
 
 
-def runs(pairs: Iterable[Pair]) -> list[Run]:
-    """The pairs as runs, ascending. Pieces that do not fit a neighbour's distance are runs of one."""
-    pieces = sorted((to.data_ptr(), source.data_ptr(), to.numel() * to.element_size()) for to, source in pairs)
+def piece(to: torch.Tensor, source: torch.Tensor) -> Piece:
+    """Of two contiguous tensors of the same size and type, which must outlive the copy. Raises ValueError."""
+    if not (to.is_contiguous() and source.is_contiguous()) or (to.numel(), to.dtype) != (source.numel(), source.dtype):
+        raise ValueError(f"no copy in one piece: {source.dtype} {list(source.shape)} to {to.dtype} {list(to.shape)}")
+    return to.data_ptr(), source.data_ptr(), to.numel() * to.element_size()
+
+
+def runs(pieces: Iterable[Piece]) -> list[Run]:
+    """The pieces as runs, ascending. Those that do not fit a neighbour's distance are runs of one, long ones are cut."""
     found: list[Run] = []
-    for to, source, size in pieces:
+    for to, source, size in sorted(pieces):
+        for at in range(0, size - MAX_RUN_BYTES, MAX_RUN_BYTES):
+            found.append(Run(to + at, source + at, MAX_RUN_BYTES, 1, MAX_RUN_BYTES, MAX_RUN_BYTES))
+        if size > MAX_RUN_BYTES:
+            rest = (size - 1) % MAX_RUN_BYTES + 1
+            found.append(Run(to + size - rest, source + size - rest, rest, 1, rest, rest))
+            continue
         last = found[-1] if found else None
         if last is not None and last.size == size and (last.rows + 1) * size <= MAX_RUN_BYTES:
             end_to, end_source = last.to + last.rows * last.to_step, last.source + last.rows * last.source_step
@@ -129,21 +142,12 @@ def runs(pairs: Iterable[Pair]) -> list[Run]:
     return found
 
 
-def share(pairs: Sequence[Pair], parts: int) -> list[list[Pair]]:
-    """Split into `parts` of about the same bytes; a single large pair is cut into pieces."""
-    size = max(1, -(-sum(to.numel() for to, _ in pairs) // parts))
-    shares: list[list[Pair]] = [[] for _ in range(parts)]
-    at, left = 0, size
-    for to, source in pairs:
-        if at == parts - 1 or to.numel() <= left:
-            pieces = [(to, source)]
-        else:
-            flat_to, flat_source = to.view(-1), source.view(-1)
-            cuts = (0, *range(left, to.numel(), size), to.numel())
-            pieces = [(flat_to[a:b], flat_source[a:b]) for a, b in pairwise(cuts)]
-        for piece in pieces:
-            shares[at].append(piece)
-            left -= piece[0].numel()
-            if left <= 0 and at < parts - 1:
-                at, left = at + 1, size
+def share(all_: Iterable[Run], parts: int) -> list[list[Run]]:
+    """Deal the runs out, each to the part that has the fewest bytes."""
+    shares: list[list[Run]] = [[] for _ in range(parts)]
+    sizes = [0] * parts
+    for run in all_:
+        least = sizes.index(min(sizes))
+        shares[least].append(run)
+        sizes[least] += run.size * run.rows
     return shares

@@ -8,6 +8,7 @@ arrival, on `EpBackend.release`, or on the timeout.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -17,14 +18,22 @@ from elastic.protocol import Cancel, Counters, Emitted, Rejected, Resumed, Submi
 from elastic.rank.comm.base import EpBackend, RoundBoard
 from elastic.rank.fatal import end_if_device_error
 from elastic.rank.gate import Gate, Order
+from elastic.rank.recorder import StepRecorder
 from elastic.rank.runner import Runner
 from elastic.rank.sampling import choose
 from elastic.rank.scheduler import Batch, Scheduler
-from elastic.rank.steplog import StepLog
+from elastic.rank.steplog import StepLog, WorkLog
 from elastic.view import View
 
 IDLE_WAIT_S = 0.5
 """An idle loop looks around this often, woken or not; only a lost wake would ever need it."""
+
+
+@dataclass(frozen=True)
+class _Staged:
+    view: View
+    epoch: int
+    base: int
 
 
 class Engine:
@@ -49,6 +58,11 @@ class Engine:
         self.stood = clock()
         """When the last step returned, committed or not; readable by any thread."""
         self.steps = StepLog()
+        self.works = WorkLog()
+        self._staged: _Staged | None = None
+        self._when_launched: list[Callable[[], None]] = []
+        self.recorder: StepRecorder | None = None
+        """Where each step is to be written down."""
         self._slot = slot
         self._gate, self._runner, self._ep, self._board = gate, runner, ep, board
         self._emit, self._tell, self._clock = emit, tell, clock
@@ -56,7 +70,7 @@ class Engine:
         self._peers: tuple[int, ...] = ()
         self._generation = ep.mask_generation
         self._last_commit: float | None = None
-        self._resumed_epoch = 0
+        self._epoch = 0
         self._report_pause = False
         self._busy = False
         """Whether anybody had work in the last round: all ranks draw the same conclusion, so all sleep or none."""
@@ -80,13 +94,51 @@ class Engine:
             tokens=self.tokens,
         )
 
-    def take_view(self, view: View, epoch: int) -> None:
-        """Part of a commit; the loop stands, masks are as the view wants them."""
-        self.view = view
+    def take_view(self, view: View, epoch: int, generation: int) -> None:
+        """Part of a commit; the loop stands, masks are as the view wants them since `generation`. Raises NeedsReplan, with
+        nothing changed."""
+        self._runner.stage_placement(view.placement, view.live)
+        self._runner.switch_placement()
+        self._use(view, epoch, generation)
+
+    def stage(self, view: View, epoch: int, base: int) -> None:
+        """Lay down the view that `switch` takes over, while the loop runs. Raises NeedsReplan, as if nothing was staged."""
+        self._staged = None
+        self._runner.stage_placement(view.placement, view.live)
+        self._staged = _Staged(view, epoch, base)
+
+    def switch(self, round_: int) -> bool:
+        """Take over the staged view before `round_`, between two steps, in the loop's thread. False, with nothing changed: a
+        mask has changed since the last step counted, or nothing is staged."""
+        staged, self._staged = self._staged, None
+        if staged is None or self._ep.mask_generation != self._generation:
+            return False
+        if self._busy:
+            # this rank has ended the round before and runs this one for certain: a joiner, who sleeps until it hears so, gets
+            # ready meanwhile
+            self._board.announce(round_, True, [s for s in staged.view.live if s != self._slot])
+        with self.works.note("switch: masks"):
+            generation = self._ep.take_over(staged.view.live, staged.base)
+        with self.works.note("switch: map"):
+            self._runner.switch_placement()
+        self._use(staged.view, staged.epoch, generation)
+        if self.recorder is not None:
+            self.recorder.committing(staged.view, round_, staged.base)
+        return True
+
+    def when_launched(self, call: Callable[[], None]) -> None:
+        """Call once when the next step is on its way, or there is none to launch: what then begins does not hold it up. Loop's
+        thread."""
+        self._when_launched.append(call)
+
+    def _tell_launched(self) -> None:
+        while self._when_launched:
+            self._when_launched.pop()()
+
+    def _use(self, view: View, epoch: int, generation: int) -> None:
+        self.view, self._generation = view, generation
         self._peers = tuple(s for s in view.live if s != self._slot)
-        self._generation = self._ep.mask_generation
-        self._runner.set_placement(view.placement, view.live)
-        self._resumed_epoch, self._report_pause = epoch, True
+        self._epoch, self._report_pause = epoch, True
 
     def run(self) -> None:
         """Until the gate says EXIT. An error of the device ends the process; others are raised, and no round follows."""
@@ -103,7 +155,12 @@ class Engine:
             raise
 
     def _wait_for_work(self) -> bool:
-        """True as soon as this rank or a peer has something to do for the next round; False on a wish of the gate."""
+        """True as soon as this rank or a peer has something to do for the next round; False on a wish of the gate.
+
+        A joiner must not begin before a peer has ended the round before: NIXL EP's kernels zero the words of the next call, and
+        with them what came too early. It hears of the round from a peer that has come to it, or has work of its own, which is
+        given to it when all have taken its view over."""
+        self._tell_launched()
         while True:
             ticket = self._board.ticket()
             self._drain_inbox()
@@ -116,10 +173,11 @@ class Engine:
                 self._last_commit = None
                 if self._report_pause:
                     self._report_pause = False
-                    self._tell(Resumed(epoch=self._resumed_epoch, pause_s=0.0, idle=True))
+                    self._tell(Resumed(epoch=self._epoch, pause_s=0.0, idle=True))
             self._board.wait(ticket, IDLE_WAIT_S)
 
     def _round(self) -> None:
+        entered = self._clock()
         if not self._gate.enter():
             return
         self._drain_inbox()
@@ -129,11 +187,17 @@ class Engine:
         began = self._clock()
         self._ep.begin_step()
         logits = self._runner.run(batch)
+        launched = self._clock()
+        self._tell_launched()
         self._ep.end_step()
         self.stood = self._clock()
+        if self.recorder is not None:
+            self.recorder.ran(self.view, round_, batch.rows, began)
         if self._ep.mask_generation != self._generation or self._gate.halted:
             self._scheduler.discard(batch)
             self.discarded_steps += 1
+            if self.recorder is not None:
+                self.recorder.ended(committed=False)
             if not self._gate.halted:
                 self._gate.park_self()
             return
@@ -143,18 +207,27 @@ class Engine:
             emissions = _with_logits(emissions, batch, logits)
         self.tokens += len(tokens)
         self._note_commit()
-        self.steps.add(self.stood, self.stood - began)
+        if self.recorder is not None:
+            self.recorder.ended(committed=True)
         self._gate.committed()
         if emissions:
             self._emit(emissions)
         self._busy = has_work or self._board.any_work(round_, self._peers)
+        self.steps.add(
+            self.stood,
+            self._epoch,
+            began - entered,
+            launched - began,
+            self.stood - launched,
+            self._clock() - self.stood,
+        )
 
     def _note_commit(self) -> None:
         now = self._clock()
         if self._report_pause:
             self._report_pause = False
             gap = 0.0 if self._last_commit is None else now - self._last_commit
-            self._tell(Resumed(epoch=self._resumed_epoch, pause_s=gap, idle=self._last_commit is None))
+            self._tell(Resumed(epoch=self._epoch, pause_s=gap, idle=self._last_commit is None))
         self._last_commit = now
 
     def _drain_inbox(self) -> None:

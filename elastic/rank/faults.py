@@ -1,8 +1,9 @@
 """Faults from within a rank, for chaos tests: only in a group whose configuration says `fault_injection`.
 
-The name of one is written to the file at `paths.fault_path`. A thread of its own looks for it, so that a rank that is busy
-or stuck can be asked too (a signal would end the process where a library's thread takes it). The GPU faults launch a kernel
-that does what a wrong kernel of a library would do; they end the CUDA context of this process and leave the GPU as it was.
+The name of one, and its values, are written to the file at `paths.fault_path`. A thread of its own looks for it, so that a rank
+that is busy or stuck can be asked too (a signal would end the process where a library's thread takes it). The GPU faults launch
+a kernel that does what a wrong kernel of a library would do; they end the CUDA context of this process and leave the GPU as it
+was. Those of the exchange change the rules of `elastic.rank.comm.links`; `restore` takes them all back.
 """
 
 import signal
@@ -10,17 +11,31 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-LOOK_S = 0.02
+from elastic.errors import ElasticError
+from elastic.rank.comm.base import EpBackend
+from elastic.rank.comm.links import Links
+
+LOOK_S = 0.005
 STUCK = signal.SIGRTMIN + 1
 UNMAPPED = 0x1000
 """An address in the first pages, which no allocation is given."""
 
 
-def arm(path: Path, place: Callable[[], torch.device]) -> None:
-    """Look for orders from now on. Called by the main thread. `place` gives the rank's device once it is open."""
+class Place(NamedTuple):
+    """Where the faults of this rank happen."""
+
+    device: Callable[[], torch.device]
+    """Its device, once it is open."""
+    ep: Callable[[], EpBackend]
+    links: Links | None
+
+
+def arm(path: Path, place: Place) -> None:
+    """Look for orders from now on. Called by the main thread."""
     signal.signal(STUCK, _stand_still)
     threading.Thread(target=_look, args=(path, place), name="faults", daemon=True).start()
 
@@ -30,23 +45,36 @@ def _stand_still(*_: object) -> None:
         time.sleep(3600)
 
 
-def _look(path: Path, place: Callable[[], torch.device]) -> None:
+def _look(path: Path, place: Place) -> None:
     while True:
         time.sleep(LOOK_S)
         try:
-            name = path.read_text().strip()
+            text = path.read_text().strip()
             path.unlink()
         except OSError:
             continue
-        print(f"fault injection: {name}", flush=True)
-        fault = FAULTS.get(name)
-        if fault is None:
-            print(f"fault injection: unknown, expected one of {', '.join(FAULTS)}", flush=True)
-            continue
+        print(f"fault injection: {text}", flush=True)
+        name, *values = text.split()
         try:
-            fault(place())
+            commit(place, name, [float(value) for value in values])
         except Exception as error:
-            print(f"fault injection: {name} raised {type(error).__name__}: {error}", flush=True)
+            print(f"fault injection: {text} raised {type(error).__name__}: {error}", flush=True)
+
+
+def commit(place: Place, name: str, values: list[float]) -> None:
+    """Raises ElasticError for an unknown name, or values that do not fit it."""
+    if name in OF_DEVICE and not values:
+        OF_DEVICE[name](place.device())
+    elif name == "mask" and len(values) == 1:
+        place.ep().release([int(values[0])])
+    elif name in OF_LINKS and len(values) == OF_LINKS[name][0]:
+        if place.links is None:
+            raise ElasticError(f"{name}: this rank's links cannot be made to fail")
+        OF_LINKS[name][1](place.links, values)
+    else:
+        raise ElasticError(
+            f"{name} {values}: unknown, or with other values; {', '.join([*OF_DEVICE, 'mask', *OF_LINKS])}"
+        )
 
 
 def _store(address: int) -> None:
@@ -91,10 +119,56 @@ def stuck(_: torch.device) -> None:
 
 _kept: list[torch.Tensor] = []
 
-FAULTS: dict[str, Callable[[torch.device], None]] = {
+OF_DEVICE: dict[str, Callable[[torch.device], None]] = {
     "illegal-address": illegal_address,
     "misaligned-address": misaligned_address,
     "device-assert": device_assert,
     "gpu-memory": gpu_memory,
     "stuck": stuck,
 }
+
+
+def _lose(links: Links, values: list[float]) -> None:
+    links.lost = links.lost | {int(values[0])}
+
+
+def _delay(links: Links, values: list[float]) -> None:
+    links.delay_s = links.delay_s | {int(values[0]): values[1]}
+
+
+def _drop(links: Links, values: list[float]) -> None:
+    links.dropped = links.dropped | {int(values[0]): int(values[1])}
+
+
+def _late(links: Links, values: list[float]) -> None:
+    links.late_s = links.late_s | {int(values[0]): values[1]}
+
+
+def _slow(links: Links, values: list[float]) -> None:
+    links.slow_s = values[0]
+
+
+def _transfer_late(links: Links, values: list[float]) -> None:
+    links.transfer_late_s = values[0]
+
+
+def _transfer_drop(links: Links, _: list[float]) -> None:
+    links.transfer_dropped = True
+
+
+def _transfer_kill(links: Links, values: list[float]) -> None:
+    links.transfer_killed = int(values[0])
+
+
+OF_LINKS: dict[str, tuple[int, Callable[[Links, list[float]], None]]] = {
+    "link-lost": (1, _lose),
+    "link-delay": (2, _delay),
+    "completion-drop": (2, _drop),
+    "completion-late": (2, _late),
+    "slow": (1, _slow),
+    "transfer-late": (1, _transfer_late),
+    "transfer-drop": (0, _transfer_drop),
+    "transfer-kill": (1, _transfer_kill),
+    "restore": (0, lambda links, _: links.restore()),
+}
+"""By name: how many values it takes. The first is the peer's slot for those of a link; then seconds, or a number."""

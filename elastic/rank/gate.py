@@ -7,6 +7,7 @@ rounds). `epoch` is the fence: the highest epoch seen in any command. The epoch 
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -27,8 +28,19 @@ class Order(StrEnum):
     EXIT = "exit"
 
 
+@dataclass(frozen=True)
+class Takeover:
+    """What the loop does at the boundary before `round`, instead of standing there."""
+
+    round: int
+    apply: Callable[[int], bool]
+    """Called with the round, by the loop, between two steps. False: nothing was changed, and the loop stands."""
+    done: Callable[[bool], None]
+    """Called once, by any thread, with the outcome: whether it was applied. Must return at once."""
+
+
 class Gate:
-    """All waits have a deadline; a method that waits says who wakes it."""
+    """A method that waits has a deadline and says who wakes it."""
 
     def __init__(self, wake_loop: Callable[[], None]) -> None:
         self._changed = threading.Condition()
@@ -38,6 +50,8 @@ class Gate:
         self._halt = False
         self._exit = False
         self._stopped = False  # parked by stop_at, with nothing discarded: may simply run on
+        self._takeover: Takeover | None = None
+        self._when_parked: list[Callable[[], None]] = []
         self.in_round = False
         self.idle = False
         self.phase = Phase.BOOTED
@@ -66,18 +80,40 @@ class Gate:
         self._wake_loop()
         return None
 
+    def take_over(self, order: Takeover) -> bool:
+        """Have the loop carry out `order` at its boundary and run on; a loop that has stopped there, or a READY one, which
+        is at every boundary, does so at once. False, with nothing done: the loop cannot come to that boundary any more."""
+        with self._changed:
+            before = self.round < order.round or (self.round == order.round and not self.in_round)
+            runs = before and (self.phase is Phase.SERVING or self._stopped)
+            if self._halt or not (runs or self.phase is Phase.READY):
+                return False
+            replaced, self._takeover = self._takeover, order
+            self._changed.notify_all()
+        if replaced is not None:
+            replaced.done(False)
+        self._wake_loop()
+        return True
+
     def halt(self) -> None:
         """Park at once; the step in flight is not committed."""
         with self._changed:
             self._halt, self._stopped = True, False
             self._stop_at = None
+            takeover, self._takeover = self._takeover, None
             self._changed.notify_all()
+        if takeover is not None:
+            takeover.done(False)
         self._wake_loop()
 
-    def wait_parked(self, deadline_s: float) -> bool:
-        """Woken by the loop. READY counts as parked: nothing runs there."""
+    def when_parked(self, call: Callable[[], None]) -> None:
+        """Call once, from the loop's thread, when the loop stands; at once where it does. READY counts as parked: nothing
+        runs there. `call` must return at once."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.phase in (Phase.PARKED, Phase.READY), deadline_s)
+            if not self._stands():
+                self._when_parked.append(call)
+                return
+        call()
 
     def adopt(self, round_: int) -> None:
         """Inside a commit: the loop stands; the next round is `round_`."""
@@ -86,6 +122,7 @@ class Gate:
             self.idle = self._stopped = False
 
     def resume(self) -> None:
+        """Run, after a commit; or run on, where a stop was ordered and is not wanted any more."""
         with self._changed:
             self._halt, self._stop_at, self._stopped, self.phase = False, None, False, Phase.SERVING
             self._changed.notify_all()
@@ -115,12 +152,14 @@ class Gate:
                 self.in_round = False
                 if self._exit:
                     return Order.EXIT
-                if self.phase is Phase.SERVING and (self._halt or self._stop_at == self.round):
+                takeover = self._due()
+                if takeover is None and self.phase is Phase.SERVING and (self._halt or self._stop_at == self.round):
                     self._stopped = not self._halt
                     self._stop_at = None
-                    self.phase = Phase.PARKED
-                    self._changed.notify_all()
-                if self._jobs and self.phase is not Phase.SERVING:
+                    self._park()
+                if takeover is not None:
+                    self._takeover = None
+                elif self._jobs and self.phase is not Phase.SERVING:
                     job, done = self._jobs.pop(0)
                 elif self.phase is Phase.SERVING:
                     # a stop ahead of us is reached by running, work or not
@@ -128,6 +167,9 @@ class Gate:
                 else:
                     self._changed.wait(1.0)
                     continue
+            if takeover is not None:
+                self._carry_out(takeover)
+                continue
             try:
                 job()
             finally:
@@ -144,7 +186,7 @@ class Gate:
     def wanted(self) -> bool:
         """Whether an idle loop must come back to `next`."""
         with self._changed:
-            return self._halt or self._exit or self._stop_at is not None
+            return self._halt or self._exit or self._stop_at is not None or self._takeover is not None
 
     def committed(self) -> None:
         """The round's step was committed here."""
@@ -155,11 +197,45 @@ class Gate:
     def park_self(self) -> None:
         """A step had to be discarded without an order: stand until the controller aborts and commits."""
         with self._changed:
-            self.phase = Phase.PARKED
             self.in_round = False
-            self._changed.notify_all()
+            self._park()
 
     @property
     def halted(self) -> bool:
         with self._changed:
             return self._halt
+
+    # --- with the lock held ---------------------------------------------------------------------------------------
+
+    def _stands(self) -> bool:
+        return self.phase in (Phase.PARKED, Phase.READY)
+
+    def _due(self) -> Takeover | None:
+        takeover = self._takeover
+        if takeover is None or self._halt:
+            return None
+        there = takeover.round == self.round and (self.phase is Phase.SERVING or self._stopped)
+        return takeover if there or self.phase is Phase.READY else None
+
+    def _park(self) -> None:
+        self.phase = Phase.PARKED
+        calls, self._when_parked = self._when_parked, []
+        for call in calls:
+            call()
+        self._changed.notify_all()
+
+    # --- without it -----------------------------------------------------------------------------------------------
+
+    def _carry_out(self, takeover: Takeover) -> None:
+        applied = False
+        try:
+            applied = takeover.apply(takeover.round)
+        finally:
+            with self._changed:
+                if applied:
+                    # a halt that came meanwhile is found by the next look
+                    self.round, self.phase, self._stop_at = takeover.round, Phase.SERVING, None
+                    self.idle = self._stopped = False
+                elif self.phase is Phase.SERVING:
+                    self._park()
+            takeover.done(applied)

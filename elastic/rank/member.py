@@ -1,23 +1,27 @@
-"""What a rank does for a change of membership: prepare in the background, commit while parked.
+"""What a rank does for a change of membership: prepare and stage in the background, commit while parked.
 
 Runs in the agent's worker thread, the only one that may block on NIXL. An order that a newer epoch has overtaken ends as
 soon as it can, so that the next one does not wait behind it: a loss must be covered while a join hangs.
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from elastic.config import GroupConfig
 from elastic.errors import ElasticError, NeedsReplan
 from elastic.lifeline import watch
 from elastic.placement import HOLE
-from elastic.protocol import Commit, Committed, Link, Peer, Prepare, Prepared
+from elastic.placement.maps import Row
+from elastic.protocol import Commit, Committed, Link, Loaded, Peer, Prepare, Prepared, Stage, Staged, Switch
 from elastic.rank.address import Address
 from elastic.rank.comm.base import EpBackend, RoundBoard
+from elastic.rank.dying import has_ended, pid_of
 from elastic.rank.engine import Engine
 from elastic.rank.gate import Gate, Phase
 from elastic.rank.runner import Runner
+from elastic.rank.steplog import WorkLog
 from elastic.rank.weights import Weights
+from elastic.view import View
 
 CONNECT_SHARE = 1 / 6
 """Of the time for a prepare: who is not reached by then hangs, and is named while the others wait."""
@@ -27,14 +31,16 @@ LINK_JOINING_S, LINK_SERVING_S, LINK_PEER_S = 3.0, 6.0, 0.2
 
 
 class Laps:
-    """How long each part of something took, for one line of the log."""
+    """How long each part of something took, for one line of the log and the log of works."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str, works: WorkLog) -> None:
+        self._what, self._works = what, works
         self._last, self._laps = time.monotonic(), list[tuple[str, float]]()
 
     def __call__(self, name: str) -> None:
         now = time.monotonic()
         self._laps.append((name, now - self._last))
+        self._works.add(f"{self._what}: {name}", self._last, now)
         self._last = now
 
     def __str__(self) -> str:
@@ -62,6 +68,8 @@ class Membership:
         """Incarnations whose weights can be read, by slot."""
         self._linked: dict[int, int] = {}
         """Incarnations that the EP back end is connected to."""
+        self._dead: dict[int, int] = {}
+        """Processes of connected peers that were seen to die, by slot."""
         self._watched: set[tuple[int, int]] = set()
         """(slot, incarnation) of peers whose deaths are seen here; each costs a thread that sleeps until then."""
 
@@ -104,25 +112,26 @@ class Membership:
         """While parked: afterwards masks, map and weights are exactly what the view says, or ElasticError is raised and
         the rank stays parked. Safe to repeat with another view."""
         deadline_s, overtaken = self._config.commit_deadline_s, self._overtaken(order.epoch)
-        lap = Laps()
+        lap = Laps("commit", self._engine.works)
         # half of what the controller waits for the answer: who cannot be reached is to be named, not to become silent too
-        self._reach(order.peers, deadline_s / 2, overtaken)
+        sources = {move.source_slot for move in order.moves}
+        self._reach([p for p in order.peers if p.slot in sources], deadline_s / 2, overtaken)
         self._link(order.peers, deadline_s / 2, overtaken)
         lap("connect")
         loaded = self._weights.load_experts(order.moves, deadline_s=deadline_s, give_up=overtaken)
         if overtaken():
             raise NeedsReplan(f"the commit of epoch {order.epoch} was overtaken")
-        self._hold_exactly(order)
+        self._check_held(order.view)
+        self._drop_others(order.view)
         lap("weights")
         self._ep.clean(order.base)
         lap("signals")
-        live = {peer.slot for peer in order.peers}
-        for slot in range(self._config.max_ranks):
-            if slot != self._slot:
-                self._ep.set_mask(slot, slot not in live)
+        generation = self._ep.take_over(order.view.live, order.base)
         lap("masks")
-        self._engine.take_view(order.view, order.epoch)
+        self._engine.take_view(order.view, order.epoch, generation)
         self._gate.adopt(order.round)
+        if self._engine.recorder is not None:
+            self._engine.recorder.committing(order.view, order.round, order.base)
         lap("map")
         print(f"commit of epoch {order.epoch}: {lap}", flush=True)
         return Committed(
@@ -132,13 +141,48 @@ class Membership:
             contents=self._weights.contents(),
         )
 
-    def tidy(self) -> None:
-        """After the first step of a view: disconnect who is not in the view any more. Masked, they cost nothing meanwhile, and taking them
-        down takes longer than all the rest of a commit (15 ms for each on an H200)."""
+    def stage(self, order: Stage) -> Staged:
+        """While the group serves, or before this rank does: everything that a switch to the view needs is brought in place, and
+        nothing that is in use changes. Raises ElasticError where this rank cannot take the view over."""
+        missing = [p.slot for p in order.peers if self._linked.get(p.slot) != p.incarnation]
+        if missing:
+            raise ElasticError(
+                f"slot {self._slot} is not connected to slots {missing} of the view of epoch {order.epoch}"
+            )
+        self._check_held(order.view)
+        if self._engine.view is None:
+            # nobody sends to a rank that no view names: what its warm-up has left goes
+            self._ep.clean(order.base)
+        with self._engine.works.note("stage"):
+            self._engine.stage(order.view, order.epoch, order.base)
+        return Staged(id=order.id, placement_hash=order.view.hash)
+
+    def settle(self, order: Switch) -> Committed:
+        """Behind a switch, while the loop runs on: what the view does not name any more is a hole from now on."""
         view = self._engine.view
-        if view is not None:
-            live = set(view.live)
-            self._forget([s for s in {*self._linked, *self._reached} if s not in live])
+        if view is None or view.epoch != order.epoch:
+            raise NeedsReplan(f"the switch of epoch {order.epoch} was overtaken")
+        with self._engine.works.note("settle"):
+            self._drop_others(view)
+        return Committed(id=order.id, placement_hash=view.hash, loaded=Loaded(), contents=self._weights.contents())
+
+    def tidy(self) -> dict[int, int]:
+        """Behind the first step of a view: disconnect who is not in it any more. Masked, they cost nothing meanwhile, and taking
+        them down holds the loop up for longer than all the rest of a commit (15 ms for each on an H200). Returns those that
+        are left for `part`."""
+        view = self._engine.view
+        if view is None:
+            return {}
+        self._leave_weights([slot for slot in self._reached if slot not in view.live])
+        return self.part({slot: incarnation for slot, incarnation in self._linked.items() if slot not in view.live})
+
+    def part(self, peers: Mapping[int, int], *, wait: bool = True) -> dict[int, int]:
+        """Disconnect the exchange from these incarnations, by slot. With `wait`, returns those that were left because their
+        process is still on its way out."""
+        mine = {slot: incarnation for slot, incarnation in peers.items() if self._linked.get(slot) == incarnation}
+        dying = {s: i for s, i in mine.items() if wait and s in self._dead and not has_ended(self._dead[s])}
+        self._leave_exchange(mine.keys() - dying.keys())
+        return dying
 
     def _overtaken(self, epoch: int) -> Callable[[], bool]:
         return lambda: self._gate.epoch > epoch
@@ -146,8 +190,9 @@ class Membership:
     def _reach(self, peers: Collection[Peer], deadline_s: float, overtaken: Callable[[], bool]) -> None:
         new = [p for p in peers if self._reached.get(p.slot) != p.incarnation]
         if new:
-            self._forget([p.slot for p in new])
-            self._weights.connect({p.slot: p.weights for p in new}, deadline_s=deadline_s, give_up=overtaken)
+            self._leave_weights([p.slot for p in new])
+            with self._engine.works.note("reach weights"):
+                self._weights.connect({p.slot: p.weights for p in new}, deadline_s=deadline_s, give_up=overtaken)
             self._reached |= {p.slot: p.incarnation for p in new}
 
     def _link(self, peers: Collection[Peer], deadline_s: float, overtaken: Callable[[], bool]) -> None:
@@ -155,9 +200,11 @@ class Membership:
         if new:
             addresses = {p.slot: Address.decode(p.ep, p.slot) for p in new}
             exchange = {slot: address.exchange for slot, address in addresses.items()}
-            self._ep.connect(exchange, deadline_s=deadline_s, give_up=overtaken)
+            with self._engine.works.note("connect exchange"):
+                self._ep.connect(exchange, deadline_s=deadline_s, give_up=overtaken)
             self._linked |= {p.slot: p.incarnation for p in new}
             for peer in new:
+                self._dead.pop(peer.slot, None)
                 self._watch(peer.slot, peer.incarnation, addresses[peer.slot].lifeline)
 
     def _watch(self, slot: int, incarnation: int, lifeline: str) -> None:
@@ -168,17 +215,23 @@ class Membership:
         def died() -> None:
             if self._linked.get(slot) == incarnation:
                 self._ep.release([slot])
+                self._dead[slot] = pid_of(lifeline)
 
         if lifeline and (slot, incarnation) not in self._watched and watch(lifeline, died, seat=self._slot + 1):
             self._watched.add((slot, incarnation))
 
-    def _forget(self, slots: Collection[int]) -> None:
+    def _leave_exchange(self, slots: Collection[int]) -> None:
         if gone := [s for s in slots if s in self._linked]:
-            self._ep.disconnect(gone)
-        if gone := [s for s in slots if s in self._reached]:
-            self._weights.disconnect(gone)
+            with self._engine.works.note("disconnect exchange"):
+                self._ep.disconnect(gone)
         for slot in slots:
             self._linked.pop(slot, None)
+
+    def _leave_weights(self, slots: Collection[int]) -> None:
+        if gone := [s for s in slots if s in self._reached]:
+            with self._engine.works.note("leave weights"):
+                self._weights.disconnect(gone)
+        for slot in slots:
             self._reached.pop(slot, None)
 
     def _capture(self, deadline_s: float) -> float:
@@ -200,14 +253,24 @@ class Membership:
             raise ElasticError(f"capture failed: {errors[0]}") from errors[0]
         return time.monotonic() - began
 
-    def _hold_exactly(self, order: Commit) -> None:
-        wanted = order.view.placement.of_rank(self._slot)
-        for layer, row in enumerate(self._weights.contents()):
-            for index, held in enumerate(row):
-                want = wanted[layer][index]
-                if want == HOLE and held != HOLE:
-                    self._weights.drop(layer, index)
-                elif want != held:
+    def _check_held(self, view: View) -> None:
+        """Raises ElasticError where this rank lacks what the view says of it."""
+        for layer, (held, wanted) in enumerate(zip(self._weights.contents(), self._wanted(view), strict=True)):
+            if held == wanted:
+                continue
+            for index, (has, want) in enumerate(zip(held, wanted, strict=True)):
+                if want not in (HOLE, has):
                     raise ElasticError(
-                        f"slot {self._slot} layer {layer} buffer {index} holds expert {held}, the view wants {want}"
+                        f"slot {self._slot} layer {layer} buffer {index} holds expert {has}, the view wants {want}"
                     )
+
+    def _drop_others(self, view: View) -> None:
+        for layer, (held, wanted) in enumerate(zip(self._weights.contents(), self._wanted(view), strict=True)):
+            if held == wanted:
+                continue
+            for index, (has, want) in enumerate(zip(held, wanted, strict=True)):
+                if want == HOLE and has != HOLE:
+                    self._weights.drop(layer, index)
+
+    def _wanted(self, view: View) -> tuple[Row, ...]:
+        return view.placement.of_rank(self._slot)

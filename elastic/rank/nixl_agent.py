@@ -42,6 +42,8 @@ _NUDGE_EVERY_S = 0.05
 _EAGER_FOR_S = 0.1
 _EAGER_POLL_S = 0.0005
 _CHECK_S = 0.0001
+LONG_POLL_S = 0.001
+"""With work inside, such as to take down the connection to a dead peer, when NIXL keeps Python's lock."""
 _MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 """`nixl` 1.5 forwards to the wheel that carries the code; bundles of 1.4 may come without the forwarding package."""
 
@@ -162,6 +164,8 @@ class NixlAgent:
         self._notes: list[tuple[str, bytes]] = []
         self._eager_until = 0.0
         self._closed = threading.Event()
+        self.on_long_poll: Callable[[str, float, float], None] = lambda what, begin, end: None
+        """Called by the polling thread with the times of a poll that took long."""
         self._thread: threading.Thread | None = None
         if poll_s is not None:
             self._thread = threading.Thread(target=self._serve, args=(poll_s,), name=f"nixl {name}", daemon=True)
@@ -383,7 +387,10 @@ class NixlAgent:
 
     def _serve(self, poll_s: float) -> None:
         while not self._closed.wait(_EAGER_POLL_S if time.monotonic() < self._eager_until else poll_s):
+            began = time.monotonic()
             self.poll()
+            if (ended := time.monotonic()) - began > LONG_POLL_S:
+                self.on_long_poll("weights agent", began, ended)
 
     def _finish(self, transfer: Transfer, deadline_s: float, give_up: Callable[[], bool] = never) -> None:
         for error in self.wait([transfer], deadline_s=deadline_s, give_up=give_up):

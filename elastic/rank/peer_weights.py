@@ -18,7 +18,7 @@ from elastic.errors import ElasticError, NeedsReplan, Unreachable
 from elastic.placement.maps import Move
 from elastic.rank.architecture import Arena, ExpertBuffers
 from elastic.rank.comm.base import PeerFault, never
-from elastic.rank.copies import Copier, Pair
+from elastic.rank.copies import Copier, Piece, piece
 from elastic.rank.nixl_agent import HOST, Copy, Memory, NixlAgent, PeerError, Transfer
 from elastic.rank.published import WORD_BYTES, Published, expert_of, word_index
 from elastic.rank.staging import Stage, Staging
@@ -210,7 +210,7 @@ class PeerWeights:
                 part = flat[at : at + stage.numbers.numel()]
                 copy = Copy(stage.numbers.data_ptr(), self._peers[slot].at.dense + self._item * at, _bytes(part))
                 yield self._start(slot, stage, [copy], weights=True)
-                self._copier.run([(part, stage.numbers[: part.numel()])])
+                self._copier.run([piece(part, stage.numbers[: part.numel()])])
         whole.append(True)
 
     def _run(self, readers: Mapping[int, Reader], end: float, give_up: Callable[[], bool]) -> set[int]:
@@ -271,23 +271,23 @@ class PeerWeights:
     def _take(self, slot: int, stage: Stage, batch: list[Move]) -> list[Move]:
         """Copy what is trustworthy from the stage to the expert buffers."""
         taken: list[Move] = []
-        pairs: list[Pair] = []
-        split, numbers = self._layout.w13 // self._item, self._expert_bytes // self._item
-        for k, move in enumerate(batch):
-            before, after = int(stage.before[k]), int(stage.after[k])
+        pieces: list[Piece] = []
+        layout, at = self._layout, stage.numbers.data_ptr()
+        to13, to2 = self._experts.w13.data_ptr(), self._experts.w2.data_ptr()
+        words = zip(stage.before.tolist(), stage.after.tolist(), strict=True)
+        for k, (move, (before, after)) in enumerate(zip(batch, words, strict=False)):
             if before != after or expert_of(before) != move.expert:
                 held = expert_of(after)
                 log.warning("a peer holds another expert than planned", peer=slot, move=str(move), held=held)
                 continue
-            flat = stage.numbers[k * numbers : (k + 1) * numbers]
-            w13, w2 = self._experts.w13[move.layer, move.index], self._experts.w2[move.layer, move.index]
-            self._published.clear(move.layer, move.index)
-            pairs += ((w13.view(-1), flat[:split]), (w2.view(-1), flat[split:]))
+            source, buffer = at + k * self._expert_bytes, move.layer * layout.width + move.index
+            pieces.append((to13 + layout.w13 * buffer, source, layout.w13))
+            pieces.append((to2 + layout.w2 * buffer, source + layout.w13, layout.w2))
             taken.append(move)
+        self._published.clear([(move.layer, move.index) for move in taken])
         # whole before anybody is told, and before the stage is written to again
-        self._copier.run(pairs)
-        for move in taken:
-            self._published.fill(move.layer, move.index, move.expert)
+        self._copier.run(pieces)
+        self._published.fill(taken)
         return taken
 
     def _dense_word(self, slot: int, stage: Stage) -> Copy:

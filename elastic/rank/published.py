@@ -1,8 +1,11 @@
 """What a rank says about its own buffers, in memory that peers can read: how a reader knows what it copied."""
 
+from collections.abc import Collection, Iterable, Mapping
+
+import numpy as np
 import torch
 
-from elastic.placement.maps import HOLE
+from elastic.placement.maps import HOLE, Move
 from elastic.rank.architecture import ExpertBuffers
 
 WORD_BYTES = 8
@@ -22,13 +25,13 @@ class Published:
         self.table = torch.zeros(1 + len(experts.contents) * self._width, dtype=torch.int64)
         self._words = self.table.numpy()
 
-    def clear(self, layer: int, index: int) -> None:
-        """Before the first byte of a buffer is changed."""
-        self._set(layer, index, HOLE)
+    def clear(self, buffers: Collection[tuple[int, int]]) -> None:
+        """Before the first byte of a buffer (layer, index) is changed."""
+        self._set(dict.fromkeys(buffers, HOLE))
 
-    def fill(self, layer: int, index: int, expert: int) -> None:
-        """After the last byte of a buffer is written."""
-        self._set(layer, index, expert)
+    def fill(self, moves: Iterable[Move]) -> None:
+        """After the last byte of their buffers is written."""
+        self._set({(move.layer, move.index): move.expert for move in moves})
 
     @property
     def dense(self) -> bool:
@@ -38,11 +41,14 @@ class Published:
         """After the last dense weight is written; they never change again."""
         self._words[_DENSE] = 1
 
-    def _set(self, layer: int, index: int, expert: int) -> None:
-        at = word_index(self._width, layer, index)
-        version = (int(self._words[at]) >> 32) + 1
-        self._words[at] = (version << 32) | (expert + 1)
-        self._contents[layer][index] = expert
+    def _set(self, experts: Mapping[tuple[int, int], int]) -> None:
+        if not experts:
+            return
+        at = np.array([word_index(self._width, layer, index) for layer, index in experts])
+        version = (self._words[at] >> 32) + 1
+        self._words[at] = (version << 32) | (np.array(list(experts.values()), np.int64) + 1)
+        for (layer, index), expert in experts.items():
+            self._contents[layer][index] = expert
 
 
 def word_index(width: int, layer: int, index: int) -> int:

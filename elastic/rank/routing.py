@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from elastic.errors import NeedsReplan
@@ -27,20 +28,36 @@ class RouteTable:
         shape = (layers, experts, max_tokens + 1)
         self._rank = rank
         self._table = buffers.add("route.table", device.zeros(*shape, dtype=torch.int64).fill_(HOLE))
-        # what a commit writes is put together here, so that it goes to the device in one copy while the group stands
+        # the next map is put together on the host and lies on the device before it is needed
         self._next = torch.full(shape, HOLE, dtype=torch.int64, pin_memory=device.is_gpu)
+        self._staged = torch.full_like(self._table, HOLE)
+        self._queue = device.queue()
         self._layers = [self._table[layer].view(-1) for layer in range(layers)]
 
     def physical(self, layer: int, experts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[rows, k] physical slots for logical `experts` [rows, k] int64; `rows` [rows, 1] int64."""
         return self._layers[layer].take(torch.add(rows, experts, alpha=self.padding + 1))
 
-    def take_over(self, placement: Placement, live: Collection[int]) -> None:
-        """Use `placement` on the `live` ranks from the next step on. Only between steps.
+    def stage(self, placement: Placement, live: Collection[int]) -> None:
+        """Lay down the map by which `switch` makes steps route: `placement` on the `live` ranks. Beside the steps, by one
+        thread at a time.
 
-        Raises NeedsReplan, with nothing changed, when the map has other sizes than this rank or leaves an expert without
-        a live copy: no step may run under such a map.
+        Raises NeedsReplan, with what was staged before still there, when the map has other sizes than this rank or leaves an
+        expert without a live copy: no step may run under such a map.
         """
+        layers, experts, _ = self._table.shape
+        self._next[..., : self.padding] = torch.from_numpy(self._rows(placement, live)).view(
+            layers, experts, self.padding
+        )
+        with self._queue.use():
+            self._staged.copy_(self._next, non_blocking=True)
+
+    def switch(self) -> None:
+        """Route by the staged map from the next step on. Only between steps, by their thread: in its queue, not waited for."""
+        self._table.copy_(self._staged, non_blocking=True)
+
+    def _rows(self, placement: Placement, live: Collection[int]) -> npt.NDArray[np.int64]:
+        """[layers * experts, padding]: the physical slot for each row of a step."""
         layers, experts, _ = self._table.shape
         if (len(placement.rows), placement.experts) != (layers, experts):
             raise NeedsReplan(
@@ -66,7 +83,5 @@ class RouteTable:
             )
         replicas = physical[np.argsort(logical, kind="stable")]
         turns = (np.arange(self.padding) + self._rank)[None] % counts[:, None]
-        rows = replicas[(np.cumsum(counts) - counts)[:, None] + turns]
-        self._next[..., : self.padding] = torch.from_numpy(rows).view(layers, experts, self.padding)
-        # a copy from pinned memory to a tensor of the same shape: over when the call returns
-        self._table.copy_(self._next)
+        rows: npt.NDArray[np.int64] = replicas[(np.cumsum(counts) - counts)[:, None] + turns]
+        return rows

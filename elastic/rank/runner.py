@@ -7,6 +7,7 @@ import torch
 
 from elastic.config import GroupConfig
 from elastic.placement.maps import Placement
+from elastic.protocol import Sampling
 from elastic.rank.architecture import Architecture, Arena, ExpertBuffers
 from elastic.rank.arithmetic import Arithmetic
 from elastic.rank.buffers import Buffers
@@ -15,13 +16,15 @@ from elastic.rank.cuda_graph import CudaStepGraph
 from elastic.rank.device import CPU, Device
 from elastic.rank.graphs import CpuStepGraph, StepGraph, StepGraphs
 from elastic.rank.model import Model
-from elastic.rank.scheduler import Batch
+from elastic.rank.sampling import choose
+from elastic.rank.scheduler import Batch, Sample
 
 
 class Runner:
     """One rank's model. Built once; every tensor that a step uses is allocated here or handed in, and registered.
 
-    Weights may be filled before or after: they are read in place. All methods belong to one thread at a time.
+    Weights may be filled before or after: they are read in place. All methods but `stage_placement` belong to one thread at
+    a time.
     """
 
     def __init__(
@@ -38,8 +41,13 @@ class Runner:
         """`arithmetic`: None for the best that the device has."""
         self.vocab = arch.vocab
         self.buffers = buffers
+        self._ep = ep
         self._scratch = config.max_seqs
         self._device = device
+        # pinned: a copy from other memory waits for all that was queued before it, the step included
+        self._fields = device.host(4 * config.max_tokens, dtype=torch.int64)
+        self._wanted = device.host(config.max_tokens, dtype=torch.int64)
+        self._wanted_there = device.zeros(config.max_tokens, dtype=torch.int64)
         self._model = Model(config, arch, arena, experts, ep, buffers, device, arithmetic)
         pool = torch.cuda.graph_pool_handle() if device.is_gpu else None
 
@@ -52,7 +60,7 @@ class Runner:
         """Has the counters: `captures`, `replays`, `address_changes`."""
 
     def capture(self) -> None:
-        """Warm up and capture all sizes; a second call finds them captured and does nothing.
+        """Warm up and capture all sizes, and do once all that a step is; a second call finds them captured and does nothing.
 
         Called by a joiner before it takes part, all peers masked, or with every rank at the same point. Only padding
         rows run, so no sequence's cache is touched. Raises ElasticError when a step cannot be captured.
@@ -63,17 +71,34 @@ class Runner:
             self._model.warm_up()
             self._load(Batch(), self._model.inputs.shape[1])
             self.graphs.capture()
+        if self._device.is_gpu:
+            self._rehearse()
 
-    def set_placement(self, placement: Placement, live: Collection[int]) -> None:
-        """Route by `placement` over the `live` ranks from the next step on; in place, only between steps.
+    def _rehearse(self) -> None:
+        """A kernel is loaded by its first use, which takes 10 ms on an H200, while all others wait for this rank."""
+        greedy, drawn = Sample(0, 0, Sampling()), Sample(0, 0, Sampling(temperature=1.0, top_p=0.9))
+        batch = Batch((0,), (self._scratch,), (0,), (greedy, drawn))
+        self._ep.begin_step()
+        logits = self.run(batch)
+        self._ep.end_step()
+        choose(logits, batch.samples)
+
+    def stage_placement(self, placement: Placement, live: Collection[int]) -> None:
+        """Make ready to route by `placement` over the `live` ranks; beside the steps, by one thread at a time.
 
         Raises NeedsReplan, with nothing changed, for a map of other sizes or with an expert that has no live copy.
         """
         with torch.inference_mode():
-            self._model.routes.take_over(placement, live)
+            self._model.routes.stage(placement, live)
+
+    def switch_placement(self) -> None:
+        """Route by what was staged from the next step on; in place, only between steps."""
+        with torch.inference_mode():
+            self._model.routes.switch()
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """One step. Returns logits [len(batch.samples), vocab], the caller's own.
+        """Launch one step; on a GPU it has not ended when this returns, and no other may be launched before it has. Returns
+        logits [len(batch.samples), vocab], the caller's own.
 
         An empty batch runs too, as padding: this rank's experts serve the others in every round. The result is worth
         nothing when a mask changed meanwhile; running the batch again is then safe, for it stores the same cells again.
@@ -82,9 +107,17 @@ class Runner:
         size = self.graphs.fit(batch.rows)
         with torch.inference_mode():
             self._load(batch, size)
+            wanted = self._rows_wanted(batch)
             self.graphs.replay(size)
-            wanted = torch.tensor([sample.row for sample in batch.samples], dtype=torch.int64)
-            return self._model.logits.index_select(0, self._device.to(wanted))
+            return self._model.logits.index_select(0, wanted)
+
+    def _rows_wanted(self, batch: Batch) -> torch.Tensor:
+        rows = array("q", (sample.row for sample in batch.samples))
+        if not rows:
+            return self._wanted_there[:0]
+        here, there = self._wanted[: len(rows)], self._wanted_there[: len(rows)]
+        here.copy_(torch.frombuffer(rows, dtype=torch.int64))
+        return there.copy_(here, non_blocking=True)
 
     def _load(self, batch: Batch, size: int) -> None:
         rows, padding = batch.rows, size - batch.rows
@@ -96,4 +129,6 @@ class Runner:
         fields.extend([0] * padding)
         fields.extend(range(rows))
         fields.extend([self._model.routes.padding] * padding)
-        self._model.inputs[:, :size].copy_(torch.frombuffer(fields, dtype=torch.int64).view(4, size))
+        here = self._fields[: len(fields)]
+        here.copy_(torch.frombuffer(fields, dtype=torch.int64))
+        self._model.inputs[:, :size].copy_(here.view(4, size), non_blocking=True)

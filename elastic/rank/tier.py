@@ -173,6 +173,11 @@ class HostTier:
         """All dense weights in one flat tensor, in the order of `Arena.flat`."""
         return self._dense
 
+    def experts(self) -> torch.Tensor:
+        """[layers, experts, numbers of one: w13, then w2]. Who copies by address keeps it meanwhile: when the pages are locked
+        they get another."""
+        return self._experts
+
     def expert(self, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """w13 [2 * expert_intermediate, hidden] and w2 [hidden, expert_intermediate] of one expert of a MoE layer."""
         flat, split = self._experts[layer, expert], self._layout.w13[0] * self._layout.w13[1]

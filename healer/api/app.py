@@ -35,7 +35,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Records(Protocol):
-    """The part of the journal that the API reads, and where it keeps what it answered."""
+    """The part of the journal that the API reads, and where it keeps what it answered. Reading may raise ElasticError."""
 
     def incidents(self, limit: int) -> list[Entry]: ...
 
@@ -142,7 +142,7 @@ class _Api:
         incident = request.path_params["incident"]
         entries = self._daemon.journal.timeline(incident)
         if not entries:
-            raise HTTPException(404, f"no incident {incident[:40]!r}; GET /incidents lists them")
+            raise HTTPException(404, f"no incident {incident[:40]!r}; `healer history` and GET /incidents list them")
         return JsonResponse({"incident": summarise(entries)[0], "entries": entries})
 
     async def decisions(self, request: Request) -> Response:
@@ -240,6 +240,8 @@ def _who(request: Request) -> str:
 
 
 async def _problem(_: Request, error: Exception) -> Response:
+    if isinstance(error, ElasticError):
+        return JsonResponse({"error": str(error)}, 503)
     if isinstance(error, HTTPException):
         return JsonResponse({"error": error.detail}, error.status_code, dict(error.headers or {}))
     return JsonResponse({"error": "the daemon failed on this request; see its log"}, 500)
@@ -266,4 +268,4 @@ def make_app(
     routes = [Route(path, handler, methods=["GET"]) for path, handler in reading.items()]
     routes += [Route(path, api.order(path, kind), methods=["POST"]) for path, kind in ORDERS.items()]
     routes.append(Route("/stop", api.stop, methods=["POST"]))
-    return Starlette(routes=routes, exception_handlers={HTTPException: _problem, 500: _problem})
+    return Starlette(routes=routes, exception_handlers={HTTPException: _problem, ElasticError: _problem, 500: _problem})

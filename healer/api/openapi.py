@@ -46,9 +46,9 @@ READING: Mapping[str, tuple[str, Any, tuple[int, ...]]] = {
     "/readyz/slot/{slot}": ("Whether the rank in this slot serves: for load balancers", Readiness, (200, 404, 503)),
     "/status": ("The group, its ranks, and what the daemon thinks of them", DaemonStatus, (200,)),
     "/view": ("Epoch, live slots and placement", dict[str, Any], (200,)),
-    "/incidents": ("Past incidents, oldest first", list[IncidentSummary], (200, 400)),
-    "/incidents/{incident}": ("One incident, as a timeline", Timeline, (200, 404)),
-    "/decisions": ("Decisions, newest first", list[Entry], (200, 400)),
+    "/incidents": ("Past incidents, oldest first", list[IncidentSummary], (200, 400, 503)),
+    "/incidents/{incident}": ("One incident, as a timeline", Timeline, (200, 404, 503)),
+    "/decisions": ("Decisions, newest first", list[Entry], (200, 400, 503)),
 }
 """By path: what it is, the type of its answer, and the statuses."""
 
@@ -65,7 +65,7 @@ _TEXT = {
     429: "too many wrong tokens",
     503: "not now",
 }
-_CONTROL = (202, 400, 401, 409, 413, 415, 422, 429)
+_CONTROL = (202, 400, 401, 409, 413, 415, 422, 429, 503)
 _KEY = {
     "name": "Idempotency-Key",
     "in": "header",

@@ -1,13 +1,18 @@
 """The API's socket and its server."""
 
+import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from elastic.errors import ElasticError
+
+MAX_CONNECTIONS = 200
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -30,6 +35,23 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+class _Connection(H11Protocol):
+    """One of a bounded number: a client that opens many and says nothing must not take the daemon's file descriptors, which
+    healing needs, and must not keep others out."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.since = time.monotonic()
+        others = [
+            c for c in self.connections if isinstance(c, _Connection) and c is not self and not c.transport.is_closing()
+        ]
+        if len(others) < MAX_CONNECTIONS:
+            return
+        # whoever has asked nothing for longest; where all are being answered, the newcomer
+        silent = min((c for c in others if c.cycle is None), key=lambda c: c.since, default=self)
+        silent.transport.abort()
+
+
 class Server(uvicorn.Server):
     """Serves until `should_exit`; signals are the daemon's business."""
 
@@ -38,7 +60,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="none",
-                http="h11",
+                http=_Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,

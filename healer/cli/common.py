@@ -70,9 +70,14 @@ def run_dir_of(policy: Path | None, run_dir: Path | None) -> Path:
         return run_dir
     if policy is None:
         raise typer.BadParameter("say which daemon: --policy FILE or --run-dir DIRECTORY")
+    from healer.address import address_path, home
     from healer.policy.load import load_policy
 
-    return Path(load_policy(policy).spec.target.run_dir)
+    spec = load_policy(policy).spec
+    place = Path(spec.target.run_dir)
+    own = home(place, dry_run=spec.dry_run)
+    # one that acts may have become a dry run by a change of its policy
+    return own if address_path(own).exists() else place
 
 
 def client_of(policy: Path | None, run_dir: Path | None) -> "Client":

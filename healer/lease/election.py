@@ -47,8 +47,10 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 class Election:
     """One candidate. Owned by one thread; `armed` may be asked from any."""
 
-    def __init__(self, name: str, timing: Timing) -> None:
+    def __init__(self, name: str, timing: Timing, floor: int = 0) -> None:
+        """`floor`: a term that is known to have been given already, also where the record was deleted meanwhile."""
         self.name, self.timing = name, timing
+        self._highest = floor
         self.term = 0
         """Of the record last written by this candidate."""
         self._seen: Versioned | None = None
@@ -75,8 +77,8 @@ class Election:
 
     @property
     def known_term(self) -> int:
-        """The highest seen."""
-        return max(self.term, self._seen.record.term if self._seen else 0)
+        """The highest that was ever seen."""
+        return max(self.term, self._highest)
 
     def observed(self, seen: Versioned | None, now: float) -> None:
         """What a read that has just returned showed."""
@@ -87,6 +89,7 @@ class Election:
         if before is None or before.record != seen.record:
             self._changed_at = now
         self._seen = seen
+        self._highest = max(self._highest, seen.record.term)
         if seen.record.holder != self.name or seen.record.term != self.term:
             self._lapsed |= self._held_from is not None
             self._held_from = None
@@ -97,7 +100,7 @@ class Election:
             return None
         seen = self._seen
         if seen is None:
-            return Record(self.name, 1, 1, self.timing.ttl_s), None
+            return Record(self.name, self.known_term + 1, 1, self.timing.ttl_s), None
         record = seen.record
         if record.holder == self.name and record.term == self.term and self.term:
             if not self.armed(now):
@@ -121,4 +124,4 @@ class Election:
         return msgspec.structs.replace(seen.record, holder="", beat=seen.record.beat + 1), seen.version
 
     def _takeover(self, record: Record) -> Record:
-        return Record(self.name, record.term + 1, record.beat + 1, self.timing.ttl_s)
+        return Record(self.name, max(record.term, self.known_term) + 1, record.beat + 1, self.timing.ttl_s)

@@ -26,15 +26,16 @@ class Keeper:
         on_change: Callable[[Role], None],
         *,
         name: str | None = None,
+        floor: int = 0,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ElasticError where the timing cannot work."""
+        """`floor`: a term that was given already. Raises ElasticError where the timing cannot work."""
         if problems := timing.problems():
             raise ElasticError("lease: " + "; ".join(problems))
         self.error = ""
         """Of the last call; empty when it worked."""
         self._store, self._timing, self._on_change, self._monotonic = store, timing, on_change, monotonic
-        self._election = Election(name or unique_name(), timing)
+        self._election = Election(name or unique_name(), timing, floor)
         self._role = Role.STANDBY
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)

@@ -2,11 +2,13 @@
 all hosts reach, and its `resourceVersion` makes a replacement conditional. Read with `kubectl get lease`.
 
 The service account needs get, create and update on leases in its namespace. Times inside the object are for people: nobody
-decides by them.
+decides by them. Labels, annotations and owners that others put on the object stay.
+
+The API server refuses a replacement whose `resourceVersion` is not the newest (409), and any without one (422). Where the
+object was deleted between a read and a replacement, the replacement makes it anew, unless somebody else has done so.
 """
 
 import datetime
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,10 @@ from healer.lease import Record, Versioned
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TERM, BEAT, TTL = "healer/term", "healer/beat", "healer/ttl"
+KEPT = ("labels", "annotations", "ownerReferences", "finalizers", "uid")
+"""Metadata of others."""
+MICRO_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
+"""RFC 3339 with six digits, as the API writes it."""
 
 
 class KubernetesStore:
@@ -34,6 +40,8 @@ class KubernetesStore:
         self._api = api or f"https://{f'[{host}]' if ':' in host else host}:{port}"
         self._account, self._name = account, name
         self._namespace = namespace or self._secret("namespace")
+        self._seen: dict[str, Any] = {}
+        """The object as last read."""
 
     def __str__(self) -> str:
         return f"lease {self._namespace}/{self._name} at {self._api}"
@@ -42,9 +50,9 @@ class KubernetesStore:
         answer = self._call("GET", self._path, None, deadline_s)
         if answer.status_code == 404:
             return None
-        found = self._json(answer)
-        meta, spec = found["metadata"], found.get("spec", {})
-        marks = meta.get("annotations", {})
+        found = self._seen = self._json(answer)
+        meta, spec = found["metadata"], found.get("spec") or {}
+        marks = meta.get("annotations") or {}
         try:
             record = Record(spec.get("holderIdentity") or "", int(marks[TERM]), int(marks[BEAT]), float(marks[TTL]))
         except (KeyError, ValueError) as error:
@@ -52,25 +60,31 @@ class KubernetesStore:
         return Versioned(record, str(meta["resourceVersion"]))
 
     def replace(self, record: Record, version: str | None, *, deadline_s: float) -> bool:
-        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        metadata: dict[str, Any] = {
+        now = datetime.datetime.now(datetime.UTC).strftime(MICRO_TIME)
+        known = self._seen if version is not None else {}
+        theirs, before = known.get("metadata") or {}, known.get("spec") or {}
+        marks = {TERM: str(record.term), BEAT: str(record.beat), TTL: str(record.ttl_s)}
+        metadata: dict[str, Any] = {key: theirs[key] for key in KEPT if key in theirs} | {
             "name": self._name,
             "namespace": self._namespace,
-            "annotations": {TERM: str(record.term), BEAT: str(record.beat), TTL: str(record.ttl_s)},
+            "annotations": {**(theirs.get("annotations") or {}), **marks},
         }
+        same = before.get("holderIdentity") == record.holder and before.get("acquireTime")
         spec = {
             "holderIdentity": record.holder or None,
             "leaseTransitions": record.term,
             "leaseDurationSeconds": max(1, round(record.ttl_s)),
+            "acquireTime": before["acquireTime"] if same else now,
             "renewTime": now,
         }
         body = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
         if version is None:
+            # not found: there is no such namespace
             answer = self._call("POST", self._path.rpartition("/")[0], body, deadline_s)
         else:
             metadata["resourceVersion"] = version
             answer = self._call("PUT", self._path, body, deadline_s)
-        if answer.status_code in (404, 409):
+        if answer.status_code == 409:
             return False
         self._json(answer)
         return True
@@ -94,12 +108,17 @@ class KubernetesStore:
             raise ElasticError(f"{self}: no answer: {error or type(error).__name__}") from error
 
     def _json(self, answer: httpx.Response) -> Any:
-        if answer.is_error:
-            raise ElasticError(f"{self}: status {answer.status_code}: {answer.text[:200]}")
         try:
-            return answer.json()
-        except json.JSONDecodeError as error:
-            raise ElasticError(f"{self}: the answer is not JSON") from error
+            found = answer.json()
+        except ValueError as error:
+            if answer.is_success:
+                raise ElasticError(f"{self}: the answer is not JSON") from error
+            found = answer.text
+        if answer.is_success and isinstance(found, dict):
+            return found
+        # the API tells why in a Status object
+        why = found.get("message", found) if isinstance(found, dict) else found
+        raise ElasticError(f"{self}: status {answer.status_code}: {str(why)[:300]}")
 
     def _secret(self, name: str) -> str:
         path = self._account / name

@@ -30,6 +30,11 @@ class Target(Protocol):
         what becomes of it is reported by events. May report events from within the call."""
         ...
 
+    def release(self) -> None:
+        """The ranks wait for one that is given time: drop the step in flight and have the same ranks run it again. Begins
+        before it returns. A target that cannot do this does nothing, and no policy for it may ask (`retry`)."""
+        ...
+
     def scale(self, target: int | Iterable[int], *, reason: str) -> tuple[int, ...]:
         """Set the target and return its slots. Raises Infeasible, with nothing changed."""
         ...

@@ -17,18 +17,15 @@ class EmbeddedTarget:
         on_event: Callable[[Event], None],
         executor: type[Executor] = Executor,
         *,
-        observe_only: bool = False,
         authority: Authority | None = None,
     ) -> None:
-        """With `observe_only` (a dry run) a group that runs is adopted as it is. `authority`: under which the ranks are
-        commanded."""
-        self._observe_only = observe_only
+        """`authority`: under which the ranks are commanded."""
         self._config = config
         authority = authority or Authority()
         self._executor = executor(config, on_event, term=authority.term, armed=authority.armed)
 
     async def start(self) -> str:
-        return await self._executor.start(observe_only=self._observe_only)
+        return await self._executor.start()
 
     def observe(self) -> GroupStatus:
         return self._executor.status()
@@ -38,6 +35,9 @@ class EmbeddedTarget:
 
     def lose(self, slots: Iterable[int], *, cause: str, detected: float, replace: bool) -> None:
         self._executor.lose(slots, cause=cause, detected=detected, replace=replace)
+
+    def release(self) -> None:
+        self._executor.release()
 
     def scale(self, target: int | Iterable[int], *, reason: str) -> tuple[int, ...]:
         return self._executor.scale(target, reason=reason)

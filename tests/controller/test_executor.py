@@ -106,6 +106,29 @@ async def test_ranks_that_masked_a_paused_peer_by_themselves_agree_again_without
         assert any(r.kind == "loss" and r.slots == () and r.outcome == "committed" for r in owner.reports)
 
 
+async def test_a_step_that_is_run_again_by_the_same_ranks_loses_no_token_and_no_rank(
+    checkpoint: Path, run_dir: Path
+) -> None:
+    async with group(checkpoint, run_dir) as owner:
+        prompts = random_prompts(6, VOCAB, seed=6)
+        want = await owner.answers(prompts)
+        pids = [owner.member(s).pid for s in range(3)]
+        traffic = Traffic(owner.executor.gateway_http, prompts, 32)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(traffic.run())
+            await traffic.reached(30)
+            # a hiccup: it stands for a moment, the owner gives it time and has the others drop their step
+            owner.signal(1, signal.SIGSTOP)
+            owner.executor.release()
+            await until(lambda: owner.executor.status().sequence is not None, 10)
+            owner.signal(1, signal.SIGCONT)
+        assert [a.tokens for a in traffic.answers] == want
+        await owner.executor.settled(deadline_s=20)
+        assert [owner.member(s).pid for s in range(3)] == pids
+        report = next(r for r in owner.reports if r.reason.startswith("the step is run again, as the owner asked"))
+        assert (report.kind, report.slots, report.outcome) == ("loss", (), "committed")
+
+
 async def test_a_rank_that_answers_no_commit_is_given_up_and_the_others_go_on(checkpoint: Path, run_dir: Path) -> None:
     async with group(checkpoint, run_dir, ep_timeout_s=0.3, commit_deadline_s=1.0) as owner:
         prompts = random_prompts(6, VOCAB, seed=4)

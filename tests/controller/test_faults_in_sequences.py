@@ -92,7 +92,7 @@ async def test_a_joiner_that_dies_while_the_group_parks_for_it_fails_no_sequence
             signal_joiner(owner, 3, signal.SIGKILL)
             await until(lambda: 3 not in executor._boots.ready, 10)
 
-        once(owner, executor._group, "stop", die)
+        once(owner, executor._group, "agree", die)
         executor.scale(4, reason="test")
         await executor.settled(deadline_s=30)
         assert [r.outcome for r in owner.reports if r.kind != "form"] == ["rolled-back", "committed"]
@@ -152,7 +152,7 @@ async def test_a_full_disk_does_not_end_healing(
         await owner.answers(prompts)
 
 
-@pytest.mark.parametrize("before", ["commit", "resume"])
+@pytest.mark.parametrize("before", ["agree", "switch"])
 async def test_a_controller_that_ends_while_the_group_stands_sets_it_going_first(
     checkpoint: Path, run_dir: Path, before: str
 ) -> None:

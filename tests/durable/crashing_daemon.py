@@ -1,7 +1,8 @@
 """The real daemon over a simulated launcher, which ends itself by SIGKILL at a point that a test has chosen.
 
-Points: the beginning of each step of a sequence; before and after each write of the journal and of the state file; before each command, after it has been sent, and
-after its answer; before and after each process that is started or ended. Questions change nothing and are no points.
+Points: the beginning of each step of a sequence; before and after each write of the journal (entries, and what was answered to
+an order) and of the state file; before each command, after it has been sent, and after its answer; before and after each
+process that is started or ended. Questions change nothing and are no points.
 """
 
 import sys
@@ -40,7 +41,7 @@ def run(arguments: tuple[str, ...]) -> None:
 
 def install(points: Points) -> None:
     flush, save, send, call = Journal.flush, executor.save_state, Channel.send, Channel.call
-    phase, end = Recorder.phase, Recorder.end
+    phase, end, answer = Recorder.phase, Recorder.end, Journal.answer
 
     def flushed(self: Journal) -> bool:
         if not self._pending:
@@ -50,6 +51,11 @@ def install(points: Points) -> None:
         done = flush(self)
         points.pass_(f"after journal: {kinds}")
         return done
+
+    def answered(self: Journal, *arguments: Any) -> None:
+        points.pass_("before journal: answer")
+        answer(self, *arguments)
+        points.pass_("after journal: answer")
 
     def saved(*arguments: Any) -> None:
         points.pass_("before state file")
@@ -84,6 +90,7 @@ def install(points: Points) -> None:
     Recorder.phase = phased  # type: ignore[method-assign]
     Recorder.end = ended  # type: ignore[method-assign]
     Journal.flush = flushed  # type: ignore[method-assign]
+    Journal.answer = answered  # type: ignore[method-assign]
     executor.save_state = saved
     Channel.send = sent  # type: ignore[method-assign]
     Channel.call = called  # type: ignore[method-assign,assignment]

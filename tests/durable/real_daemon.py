@@ -1,4 +1,7 @@
-"""`healer` with points at which it ends itself: `CRASH_POINTS=FILE python -m tests.durable.real_daemon run --policy FILE`."""
+"""`healer` with points at which it ends or stops itself: `CRASH_POINTS=FILE python -m tests.durable.real_daemon run --policy FILE`.
+
+With `RECORDING_RANKS` set, its ranks write down what they accept (`real_rank`).
+"""
 
 import os
 from pathlib import Path
@@ -12,7 +15,7 @@ from tests.durable.points import Points
 def main() -> None:
     points = Points(Path(os.environ["CRASH_POINTS"]))
     install(points)
-    launch = LocalLauncher.launch
+    launch, end, spawn = LocalLauncher.launch, LocalLauncher.end, LocalLauncher._spawn
 
     def launched(self: LocalLauncher, slot: int, incarnation: int) -> Launched:
         points.pass_(f"before launch of rank-{slot}.{incarnation}")
@@ -20,7 +23,19 @@ def main() -> None:
         points.pass_(f"after launch of rank-{slot}.{incarnation}")
         return started
 
+    def ended(self: LocalLauncher, process_: Launched) -> None:
+        points.pass_(f"before end of {process_.pid}")
+        end(self, process_)
+        points.pass_(f"after end of {process_.pid}")
+
+    def spawned(self: LocalLauncher, name: str, arguments: list[str]) -> Launched:
+        recorded = ["tests.durable.real_rank"] if arguments[0] == "elastic.rank" else []
+        return spawn(self, name, recorded + arguments)
+
     LocalLauncher.launch = launched  # type: ignore[method-assign]
+    LocalLauncher.end = ended  # type: ignore[method-assign]
+    if "RECORDING_RANKS" in os.environ:
+        LocalLauncher._spawn = spawned  # type: ignore[method-assign]
     from healer.cli import main as healer_main
 
     healer_main()

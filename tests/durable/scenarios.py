@@ -50,6 +50,18 @@ async def _shrink(group: SimulatedGroup) -> None:
     await group.scale([0, 1, 2])
 
 
+async def _replace(group: SimulatedGroup) -> None:
+    await group.post("/replace", {"slot": 1})
+
+
+async def _drain(group: SimulatedGroup) -> None:
+    await group.post("/drain", {"slot": 3})
+
+
+async def _end_the_daemon(group: SimulatedGroup) -> None:
+    group.signal_daemon(signal.SIGTERM)
+
+
 async def _lose_one_and_its_first_replacement(group: SimulatedGroup) -> None:
     group.fail_boots(1)
     group.signal(3, signal.SIGKILL)
@@ -60,7 +72,10 @@ SCENARIOS = (
     Scenario("two losses at once", _lose_two, (0, 2)),
     Scenario("scale up", _grow, (4,), intended=(0, 1, 2, 3, 4), asked=True),
     Scenario("scale down", _shrink, (3,), intended=(0, 1, 2), asked=True),
+    Scenario("an operator's replacement", _replace, (1,)),
+    Scenario("an operator's drain", _drain, (3,), intended=(0, 1, 2), asked=True),
     Scenario("a replacement that does not boot", _lose_one_and_its_first_replacement, (3,)),
+    Scenario("taking over a group that is well", _end_the_daemon, (), crash_first="before journal"),
     Scenario("taking over a half-released group", _lose_one, (1,), crash_first="after Abort to rank 2"),
     Scenario("taking over a half-committed group", _lose_one, (1,), crash_first="after Commit to rank 2"),
     Scenario("taking over a refill that boots", _lose_one, (1,), crash_first="after launch of rank-1"),

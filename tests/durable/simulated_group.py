@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
@@ -32,7 +33,7 @@ from tests.durable.simulated_launcher import comm, daemon_comm
 from tests.durable.simulated_rank import FAILS, Accepted, answer
 from tests.gateway.gateway_fakes import VOCAB, make_checkpoint
 
-ONCE = frozenset({"Abort", "Commit", "Resume", "Leave"})
+ONCE = frozenset({"Stage", "Switch", "Abort", "Commit", "Resume", "Leave"})
 """Commands that a rank accepts once for an epoch. A planned stop may be asked for again with a later round, a connection is
 ordered in two steps, and a load of what is there already does nothing."""
 
@@ -90,6 +91,10 @@ class SimulatedGroup:
             while self.daemon_lives:
                 time.sleep(0.001)
 
+    def signal_daemon(self, signum: signal.Signals) -> None:
+        assert self.daemon is not None
+        process.send_signal(self.daemon.pid, self.daemon.pid_start, signum)
+
     async def status(self) -> Any:
         assert self.daemon is not None
         address = json.loads((self.run_dir / "healer.json").read_text())
@@ -98,10 +103,15 @@ class SimulatedGroup:
         return (await self._http.get(address["http"] + "/status")).raise_for_status().json()
 
     async def scale(self, slots: list[int]) -> None:
-        """As an operator would: ask until it is acknowledged, by whichever daemon; returns when one died instead."""
+        await self.post("/scale", {"slots": slots})
+
+    async def post(self, path: str, body: dict[str, Any]) -> None:
+        """Ask once; the daemon may die while it answers."""
         address = json.loads((self.run_dir / "healer.json").read_text())
         with contextlib.suppress(httpx.HTTPError):
-            answer = await self._http.post(address["http"] + "/scale", json={"slots": slots})
+            answer = await self._http.post(
+                address["http"] + path, json=body, headers={"Idempotency-Key": uuid.uuid4().hex}
+            )
             assert answer.is_success, answer.text
 
     async def settled(self, slots: Iterable[int], deadline_s: float = SETTLE_S) -> Any:

@@ -121,8 +121,8 @@ _term: contextvars.ContextVar[int] = contextvars.ContextVar("term", default=-1)
 class RecordingAgent(Agent):
     """Writes down what it accepts, in one write each, before it acts."""
 
-    def __init__(self, config: GroupConfig, slot: int, incarnation: int, *others: Any) -> None:
-        super().__init__(config, slot, incarnation, *others)
+    def __init__(self, config: GroupConfig, slot: int, incarnation: int, *others: Any, **options: Any) -> None:
+        super().__init__(config, slot, incarnation, *others, **options)
         path = commands_path(config.root, slot, incarnation)
         path.parent.mkdir(exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -188,11 +188,13 @@ class Exchange:
             for slot in ranks:
                 self._masked.pop(slot, None)
 
-    def set_mask(self, rank: int, masked: bool) -> None:
-        if not masked and rank not in self._masked:
-            raise ValueError(f"slot {rank} is not connected")
-        if rank in self._masked:
-            self._mask([rank], masked)
+    def take_over(self, live: Collection[int], base: int) -> int:
+        with self._changed:
+            for slot in self._masked:
+                self.mask_generation += self._masked[slot] != (slot not in live)
+                self._masked[slot] = slot not in live
+            self._changed.notify_all()
+            return self.mask_generation
 
     def release(self, ranks: Collection[int]) -> None:
         self._mask([s for s in ranks if s in self._masked], True)
@@ -299,9 +301,11 @@ class Runner:
     def capture(self) -> None:
         self.graphs.captures = 1
 
-    def set_placement(self, placement: Placement, live: Collection[int]) -> None:
+    def stage_placement(self, placement: Placement, live: Collection[int]) -> None:
         if missing := placement.uncovered(live):
             raise NeedsReplan(f"{len(missing)} experts have no live copy")
+
+    def switch_placement(self) -> None:
         self._placed = True
 
     def run(self, batch: Batch) -> torch.Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from elastic.controller.phases import MOVES, Step
+from elastic.controller.records import SequenceKind
 from healer.deployment import eventually
 from tests.durable.fault_plan import Fault, write
 from tests.durable.simulated_group import SimulatedGroup, assert_answers
@@ -16,11 +18,10 @@ from tests.durable.simulated_rank import FAILS
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 FIRST, OTHER, THIRD = 1, 2, 0
 """Slots of the first, the second and the third fault."""
-STEPS = {
-    "loss": ("park", "commit", "resume"),
-    "join": ("load", "connect", "park", "commit", "resume"),
-    "retire": ("handover", "move", "park", "commit", "resume"),
-}
+KINDS: tuple[SequenceKind, ...] = ("loss", "join", "retire")
+STEPS = {kind: [str(s) for s in MOVES[kind] if s not in (Step.BEGIN, Step.VACATE)] for kind in KINDS}
+"""Every state but the two without an order of their own: nobody has been told of the first, and the planner, as these groups are,
+never has to vacate a buffer."""
 LATER = (0, 4)
 """Before the first order of a step, and when some of its orders are out."""
 

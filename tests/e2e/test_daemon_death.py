@@ -1,11 +1,13 @@
 """The daemon may die at any time: serving goes on, and the next daemon takes the running group over."""
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from elastic.client import Tokens, Traffic
@@ -175,7 +177,9 @@ async def test_a_dry_run_that_starts_beside_a_crippled_group_touches_nothing(che
         deployment.spawn()
 
         async def seen() -> bool | None:
-            status = await deployment.get("/status")
+            address = json.loads((deployment.run_dir / "dry-run" / "healer.json").read_text())
+            async with httpx.AsyncClient(trust_env=False) as client:
+                status = (await client.get(address["http"] + "/status", timeout=10)).json()
             return True if status["dry_run"] and status["state"] == "degraded" else None
 
         await eventually(seen, "the dry run sees that something is wrong", 30)

@@ -318,6 +318,7 @@ async def test_models_health_and_metrics_tell_what_happened(gateway):
         "elastic_gateway_queued 0.0",
         "elastic_gateway_routes 2.0",
         "elastic_gateway_ttft_seconds_count 1.0",
+        "elastic_gateway_queue_seconds_count 1.0",
         "elastic_gateway_itl_seconds_count 3.0",
     ):
         assert line in lines

@@ -40,7 +40,7 @@ def test_only_the_continuation_of_the_current_attempt_counts(ledger: Ledger) -> 
     entry = ledger.get("r")
     assert entry is not None
     assert ledger.emit(A, emitted(0, 5), 1.0) is Verdict.STALE, "no rank holds it"
-    ledger.assign("r", A)
+    ledger.assign("r", A, 0.0)
     assert ledger.emit(B, emitted(0, 5), 1.0) is Verdict.STALE, "another rank holds it"
     assert ledger.emit(A, emitted(0, 5, attempt=2), 1.0) is Verdict.STALE, "an attempt that was never made"
     assert ledger.emit(A, emitted(0, 5, 6), 1.0) is Verdict.ACCEPTED
@@ -49,7 +49,7 @@ def test_only_the_continuation_of_the_current_attempt_counts(ledger: Ledger) -> 
     assert ledger.emit(A, emitted(3, 8), 1.0) is Verdict.BROKEN, "a gap"
     assert entry.accepted == [5, 6]
     ledger.release("r", lost=True)
-    submit = ledger.assign("r", B)
+    submit = ledger.assign("r", B, 0.0)
     assert (submit.attempt, submit.tokens, submit.prompt_len) == (2, (1, 2, 3, 5, 6), 3)
     assert ledger.emit(A, emitted(2, 7), 1.0) is Verdict.STALE, "the rank it was taken from"
     assert ledger.emit(B, emitted(2, 7, attempt=1), 1.0) is Verdict.STALE
@@ -74,7 +74,7 @@ def test_answer_ends_by_its_own_tokens_whatever_the_rank_still_says(
 ) -> None:
     entry = ledger.get("r")
     assert entry is not None
-    ledger.assign("r", A)
+    ledger.assign("r", A, 0.0)
     assert ledger.emit(A, emitted(0, *tokens, finish=told), 1.0) is Verdict.ACCEPTED
     assert (entry.accepted, entry.finish, entry.state) == (kept, finish, State.COMPLETED)
     assert (len(ledger), ledger.in_flight(A)) == (0, 0)
@@ -83,7 +83,7 @@ def test_answer_ends_by_its_own_tokens_whatever_the_rank_still_says(
 
 def test_request_that_loses_rank_after_rank_without_a_token_is_ended(ledger: Ledger) -> None:
     for loss in range(BARREN_LIMIT):
-        submit = ledger.assign("r", A)
+        submit = ledger.assign("r", A, 0.0)
         assert ledger.emit(A, emitted(0, attempt=submit.attempt), 1.0) is Verdict.ACCEPTED
         entry = ledger.release("r", lost=True)
         assert (entry.state is State.FAILED) == (loss == BARREN_LIMIT - 1)
@@ -93,14 +93,14 @@ def test_request_that_loses_rank_after_rank_without_a_token_is_ended(ledger: Led
 
 def test_ranks_that_were_dead_before_they_took_the_request_are_not_held_against_it(ledger: Ledger) -> None:
     for _ in range(BARREN_LIMIT * 2):
-        ledger.assign("r", A)
+        ledger.assign("r", A, 0.0)
         entry = ledger.release("r", lost=True)
     assert entry.state is State.WAITING
 
 
 def test_progress_and_hand_overs_do_not_count_as_losses(ledger: Ledger) -> None:
     for attempt in range(1, BARREN_LIMIT * 2):
-        ledger.assign("r", A)
+        ledger.assign("r", A, 0.0)
         ledger.emit(A, emitted(attempt - 1, 5, attempt=attempt), 1.0)
         entry = ledger.release("r", lost=attempt % 2 == 0)
     assert entry.state is State.WAITING
@@ -109,7 +109,7 @@ def test_progress_and_hand_overs_do_not_count_as_losses(ledger: Ledger) -> None:
 def test_request_without_a_token_for_too_long_is_overdue_with_the_reason(ledger: Ledger) -> None:
     assert ledger.overdue(9.9, 10) == []
     assert ledger.overdue(10.0, 10)[0][1].reason is Reason.UNROUTABLE
-    ledger.assign("r", A)
+    ledger.assign("r", A, 0.0)
     assert ledger.overdue(10.0, 10)[0][1].reason is Reason.SILENT
     ledger.emit(A, emitted(0, 5), 5.0)
     assert ledger.overdue(14.9, 10) == []
@@ -119,7 +119,7 @@ def test_waiting_requests_keep_the_order_in_which_they_came() -> None:
     ledger = Ledger()
     for name in "abc":
         ledger.admit(order(name), 0.0)
-        ledger.assign(name, A)
+        ledger.assign(name, A, 0.0)
     for name in "cab":
         ledger.release(name, lost=True)
     assert ledger.waiting() == ["a", "b", "c"]
@@ -161,7 +161,7 @@ class AnswersAreExact(RuleBasedStateMachine):
     def place(self, slot: int, incarnation: int) -> None:
         rank = RankId(slot, incarnation)
         for request in self.ledger.waiting():
-            submit = self.ledger.assign(request, rank)
+            submit = self.ledger.assign(request, rank, 0.0)
             have = len(submit.tokens) - submit.prompt_len
             assert list(submit.tokens[submit.prompt_len :]) == self.truth(request)[:have]
             self.live[request] = (rank, submit.attempt, have)
@@ -246,7 +246,7 @@ class AnswersAreExact(RuleBasedStateMachine):
             assert entry is not None
             if entry.state is State.RUNNING:
                 self.ledger.release(request, lost=False)
-            submit = self.ledger.assign(request, quiet)
+            submit = self.ledger.assign(request, quiet, 0.0)
             at = len(submit.tokens) - submit.prompt_len
             rest = self.truth(request)[at:]
             message = emitted(at, *rest, attempt=submit.attempt, request=request)
@@ -260,7 +260,7 @@ test_no_token_is_lost_or_sent_twice_for_any_interleaving = AnswersAreExact.TestC
 
 
 def test_a_failed_request_is_told_why_and_where_it_still_runs(ledger: Ledger) -> None:
-    ledger.assign("r", A)
+    ledger.assign("r", A, 0.0)
     entry = ledger.get("r")
     assert ledger.fail("r", Failure(Reason.SHUTDOWN, "over")) == A
     assert entry is not None

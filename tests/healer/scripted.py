@@ -63,7 +63,7 @@ class ScriptedExecutor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._epoch = 0
 
-    async def start(self, *, observe_only: bool = False) -> str:
+    async def start(self) -> str:
         if self.start_error:
             raise ElasticError(self.start_error)
         self._target = tuple(range(self.config.ranks))
@@ -107,6 +107,9 @@ class ScriptedExecutor:
         # reported from within the call, as the interface allows
         self.on_event(PhaseBegan("loss", "release", self._epoch, slots, self.clock.monotonic()))
         self._spawn(self._heal(slots, cause, detected))
+
+    def release(self) -> None:
+        self._called("release", (), "")
 
     def scale(self, target: int | Iterable[int], *, reason: str) -> tuple[int, ...]:
         slots = tuple(range(target)) if isinstance(target, int) else tuple(target)

@@ -22,6 +22,7 @@ class Group:
         self.failing: dict[int, int] = {}
         self.refuse = ""
         self.drain_hangs = False
+        self.drain_s = 1.0
         self.calls: list[str] = []
         self._incarnations = dict(self.live)
         self._booting: dict[int, float] = {}
@@ -37,6 +38,9 @@ class Group:
             else:
                 self.target = tuple(s for s in self.target if s != slot)
 
+    def release(self) -> None:
+        self.calls.append("release")
+
     def scale(self, wanted: int | Iterable[int], *, reason: str) -> tuple[int, ...]:
         if self.refuse:
             raise Infeasible(self.refuse)
@@ -49,7 +53,7 @@ class Group:
         for slot in set(self.live) - set(self.target):
             if self.drain_hangs:
                 continue
-            self._leaving.setdefault(slot, self.clock.now + 1.0)
+            self._leaving.setdefault(slot, self.clock.now + self.drain_s)
         return self.target
 
     def step(self) -> list[BootFailed]:

@@ -1,7 +1,10 @@
 """The API against its own description, and what callers rely on: idempotency, auth, a record of who asked."""
 
+import contextlib
 import getpass
 import json
+import os
+import socket
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -69,6 +72,19 @@ def test_after_all_that_the_daemon_still_heals(unguarded: Daemon) -> None:
     assert unguarded.get("/status").json()["healing"]["paused"] == ""
     unguarded.kill_and_heal(1)
     assert not [line for line in unguarded.log().splitlines() if "event.failed" in line or "round.failed" in line]
+
+
+def test_clients_that_connect_and_say_nothing_keep_nobody_out_and_no_rank_from_being_healed(unguarded: Daemon) -> None:
+    host, port = unguarded.http.removeprefix("http://").split(":")
+    assert unguarded.process is not None
+    with contextlib.ExitStack() as silent:
+        for _ in range(300):
+            silent.enter_context(socket.create_connection((host, int(port)), timeout=5)).sendall(
+                b"GET /status HTTP/1.1\r\n"
+            )
+        wait(unguarded.is_ok, "it answers all the same")
+        assert len(os.listdir(f"/proc/{unguarded.process.pid}/fd")) < 280
+        unguarded.kill_and_heal(2)
 
 
 def test_a_call_that_is_sent_twice_is_carried_out_once(guarded: Daemon) -> None:

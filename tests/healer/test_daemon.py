@@ -264,8 +264,11 @@ def test_scale_says_the_target_and_refuses_with_the_reason(daemon: Daemon) -> No
 
 
 def test_status_of_a_degraded_group_has_its_own_exit_code(fresh: Daemon) -> None:
-    fresh.policy.write_text(POLICY + SPEC + "  dryRun: true\n")
     fresh.start()
+    assert fresh.process is not None
+    fresh.policy.write_text(POLICY + SPEC + "  dryRun: true\n")
+    fresh.process.send_signal(signal.SIGHUP)
+    wait(lambda: fresh.get("/status").json()["dry_run"], "a dry run from now on")
     os.kill(fresh.pid(2), signal.SIGKILL)
     wait(lambda: fresh.get("/status").json()["state"] == "degraded", "degraded")
     shown = fresh.cli("status")
@@ -273,6 +276,11 @@ def test_status_of_a_degraded_group_has_its_own_exit_code(fresh: Daemon) -> None
     assert "dry run" in shown.stdout
     # nobody may go on without it, so nobody is served
     assert fresh.get("/healthz").status_code == 503
+    refused = fresh.cli("stop", "--policy", str(fresh.policy))
+    assert (refused.returncode, "dryRun" in refused.stderr) == (1, True)
+    fresh.policy.write_text(POLICY + SPEC)
+    fresh.process.send_signal(signal.SIGHUP)
+    wait(fresh.is_ok, "it acts again")
 
 
 def test_sigterm_leaves_the_ranks_alone_and_the_history_readable(fresh: Daemon) -> None:
@@ -329,6 +337,12 @@ def test_a_second_daemon_for_the_same_directory_is_refused_and_the_first_undistu
     assert "another daemon runs here" in second.stderr
     assert "Traceback" not in second.stderr
     assert json.loads(daemon.cli("status", "--json").stdout)["pid"] == json.loads(other.stdout)["pid"]
+
+
+def test_an_address_file_that_somebody_removes_is_there_again_within_seconds(daemon: Daemon) -> None:
+    (daemon.run_dir / "healer.json").unlink()
+    wait(lambda: (daemon.run_dir / "healer.json").exists(), "it is written again", 10)
+    assert daemon.cli("status").returncode == 0
 
 
 def test_an_address_in_use_is_one_clear_error(fresh: Daemon) -> None:

@@ -185,6 +185,13 @@ def test_an_application_xid_and_peers_that_wait_condemn_the_rank_by_quorum() -> 
     assert on_gpu(found, 1).health == H
 
 
+def test_a_lost_gpu_is_told_in_words_and_not_as_a_bare_code() -> None:
+    found = judge(seen(gpu(1), What.GPU_LOST, 15), now=101.0)
+    assert on_gpu(found, 1).sentence.endswith("is lost: the driver does not reach it any more (NVML code 15)")
+    strange = judge(seen(gpu(1), What.GPU_LOST, 999), now=101.0)
+    assert on_gpu(strange, 1).sentence.endswith("is lost: the driver answers with code 999")
+
+
 def test_a_gpu_that_comes_back_is_on_probation_before_it_is_healthy() -> None:
     """Case 24."""
     back = (seen(gpu(1), What.GPU_LOST, 15, at=90.0), seen(gpu(1), What.GPU_BACK, 10.0, at=100.0))

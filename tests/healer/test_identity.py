@@ -31,10 +31,11 @@ class Host:
     def __init__(self, folder: Path) -> None:
         self.proc = folder
 
-    def process(self, pid: int, parent: int = 1, **environment: str) -> None:
+    def process(self, pid: int, parent: int = 1, command: tuple[str, ...] = (), **environment: str) -> None:
         (self.proc / str(pid)).mkdir()
         text = "\0".join(f"{key}={value}" for key, value in environment.items())
         (self.proc / str(pid) / "environ").write_text(text + "\0")
+        (self.proc / str(pid) / "cmdline").write_text("".join(word + "\0" for word in command))
         (self.proc / str(pid) / "stat").write_text(f"{pid} (a (b) c) S {parent} 1 1\n")
 
 
@@ -169,6 +170,21 @@ def test_a_stranger_is_told_only_on_a_gpu_of_ours(host: Host) -> None:
     found.processes(gpu(1).uuid, [901])
     assert found.strangers(gpu(0).uuid) == {900}
     assert found.strangers(gpu(1).uuid) == frozenset()
+
+
+def test_a_rank_that_boots_and_a_spare_are_no_strangers(host: Host) -> None:
+    host.process(100, CUDA_VISIBLE_DEVICES="0")
+    found = IdentityMap(host.proc, group="/run/healer/a")
+    found.listed(boards(0))
+    found.watch([member(0, 100)])
+    rank_of = ("python", "-m", "elastic.rank", "--run-dir")
+    host.process(900, command=(*rank_of, "/run/healer/a", "--slot", "1"))
+    host.process(901, parent=900)
+    host.process(902, command=(*rank_of, "/run/healer/b", "--slot", "1"))
+    host.process(903, parent=os.getpid())
+    host.process(904, command=("python", "train.py"))
+    found.processes(gpu(0).uuid, [100, 900, 901, 902, 903, 904])
+    assert found.strangers(gpu(0).uuid) == {902, 904}
 
 
 @pytest.mark.parametrize(

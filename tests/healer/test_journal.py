@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from elastic.errors import ElasticError
-from healer import journal as seam
 from healer.incidents import summarise
 from healer.journal import Answer, Journal, Kind, exported, open_readonly, recent, timeline
+from healer.journal_file import FIRST_SCHEMA
 from healer.retention import Retention
 from tests.healer.support import FakeClock
 
@@ -113,6 +113,84 @@ def test_entries_wait_in_order_while_the_journal_cannot_be_written(path: Path) -
     assert [e.body["n"] for e in journal.recent(Kind.ACTION, 10)] == [2, 1]
     other.close()
     journal.close()
+
+
+def test_a_journal_whose_file_cannot_be_opened_for_writing_begins_without_it_and_finds_it_later(path: Path) -> None:
+    before = Journal.open(path, FakeClock())
+    before.add(Kind.ACTION, {"n": 1})
+    before.answer("id-1", Answer("digest", 202, "{}"))
+    before.flush()
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    journal = Journal.open(path, FakeClock())
+    assert "locked" in journal.error
+    assert [e.body["n"] for e in journal.recent(Kind.ACTION, 10)] == [1], "what can be read is known"
+    assert journal.answered("id-1") is not None
+    assert journal.add(Kind.ACTION, {"n": 2}) == 2
+    assert not journal.flush()
+    journal.answer("id-2", Answer("digest", 202, "{}"))
+    journal.reopen()
+    assert not journal.flush()
+    assert "locked" in journal.error
+    other.execute("COMMIT")
+    other.close()
+    journal.reopen()
+    assert journal.flush()
+    assert journal.error == ""
+    assert not journal.lost_its_file()
+    assert [e.body["n"] for e in before.recent(Kind.ACTION, 10)] == [2, 1]
+    assert before.answered("id-2") is not None
+    assert journal.close() == before.close() == 0
+
+
+@pytest.mark.parametrize("fate", ["removed", "replaced", "emptied", "overwritten"])
+def test_a_journal_that_loses_its_file_while_it_runs_goes_on_in_a_new_one(path: Path, fate: str) -> None:
+    journal = Journal.open(path, FakeClock())
+    for n in range(500):
+        journal.add(Kind.ACTION, {"n": n, "text": "x" * 50})
+    journal.flush()
+    journal.checkpoint()
+    if fate == "removed":
+        path.unlink()
+    elif fate == "replaced":
+        path.rename(path.with_name("kept-by-somebody.db"))
+        Journal.open(path, FakeClock()).close()
+    elif fate == "emptied":
+        os.truncate(path, 0)
+    else:
+        with path.open("r+b") as file:
+            file.write(os.urandom(path.stat().st_size))
+    journal.add(Kind.ACTION, {"n": "after"}, "inc-9")
+    journal.flush()
+    with contextlib.suppress(ElasticError):
+        # a look at what is damaged tells that it is
+        journal.recent(Kind.ACTION, 1000)
+    if not journal.lost_its_file():
+        assert [e.body["n"] for e in journal.timeline("inc-9")] == ["after"]
+        journal.close()
+        return
+    journal.let_go()
+    assert journal.error
+    journal.add(Kind.ACTION, {"n": "meanwhile"}, "inc-9")
+    assert not journal.flush()
+    journal.reopen()
+    assert journal.flush()
+    assert not journal.lost_its_file()
+    journal.add(Kind.ACTION, {"n": "later"}, "inc-9")
+    assert journal.flush()
+    assert journal.close() == 0
+    with contextlib.closing(open_readonly(path)) as reader:
+        kept = [e.body["n"] for e in timeline(reader, "inc-9")]
+    assert kept[-2:] == ["meanwhile", "later"]
+
+
+def test_entries_that_could_not_be_written_to_the_end_are_counted(path: Path) -> None:
+    journal = Journal.open(path, FakeClock())
+    journal.may_write = lambda: False
+    journal.add(Kind.ACTION, {})
+    journal.add(Kind.ACTION, {})
+    assert journal.waiting == 2
+    assert journal.close() == 2
 
 
 def test_an_incident_is_told_with_the_evidence_that_came_before_it(path: Path) -> None:
@@ -269,7 +347,7 @@ def test_a_slow_disk_does_not_hold_up_a_flush(path: Path) -> None:
 
 def test_verdicts_and_evidence_of_the_first_version_are_told_as_todays(path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path)) as old:
-        old.executescript(f"{seam._SCHEMA} PRAGMA user_version=1;")
+        old.executescript(f"{FIRST_SCHEMA} PRAGMA user_version=1;")
         rank = {"slot": 1, "incarnation": 2}
         bodies = (
             ("evidence", {"subject": rank, "what": "pidfd-fired", "source": "processes", "value": 0, "reporter": None}),

@@ -1,15 +1,14 @@
 import contextlib
 import heapq
-import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from healer.lease.election import Election, Role, Timing
 from healer.lease.folder import FolderStore
 from healer.lease.keeper import Keeper
 from healer.lease.kubernetes import KubernetesStore
+from tests.healer.kubernetes_api import ApiServer
 
 TIMING = Timing(ttl_s=3.0, renew_s=0.5, call_deadline_s=0.5, margin_s=0.5)
 QUICK = Timing(ttl_s=1.0, renew_s=0.1, call_deadline_s=0.2, margin_s=0.2)
@@ -190,67 +190,9 @@ def test_never_two_holders_whatever_is_delayed_frozen_or_lost(seed: int, candida
 # --- stores -----------------------------------------------------------------------------------------------------------
 
 
-class _ApiServer(ThreadingHTTPServer):
-    """The part of a Kubernetes API server that leases need: objects with a resource version, conditional replacement."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.objects: dict[str, dict[str, Any]] = {}
-        self.versions = 0
-        self.lock = threading.Lock()
-        self.tokens: list[str] = []
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _ApiServer
-
-    def _reply(self, code: int, body: Any) -> None:
-        content = json.dumps(body).encode()
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def _body(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        return found
-
-    def do_GET(self) -> None:
-        self.server.tokens.append(self.headers["Authorization"])
-        found = self.server.objects.get(self.path)
-        self._reply(200 if found else 404, found or {"reason": "NotFound"})
-
-    def _store(self, path: str, body: dict[str, Any]) -> None:
-        self.server.versions += 1
-        body["metadata"]["resourceVersion"] = str(self.server.versions)
-        self.server.objects[path] = body
-        self._reply(200, body)
-
-    def do_POST(self) -> None:
-        body = self._body()
-        path = f"{self.path}/{body['metadata']['name']}"
-        with self.server.lock:
-            if path in self.server.objects:
-                self._reply(409, {"reason": "AlreadyExists"})
-            else:
-                self._store(path, body)
-
-    def do_PUT(self) -> None:
-        body = self._body()
-        with self.server.lock:
-            found = self.server.objects.get(self.path)
-            if found is None or found["metadata"]["resourceVersion"] != body["metadata"]["resourceVersion"]:
-                self._reply(409 if found else 404, {"reason": "Conflict"})
-            else:
-                self._store(self.path, body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
-def api() -> Iterator[_ApiServer]:
-    server = _ApiServer()
+def api() -> Iterator[ApiServer]:
+    server = ApiServer()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -263,12 +205,13 @@ def api() -> Iterator[_ApiServer]:
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> LeaseStore:
     if request.param == "folder":
         return FolderStore(tmp_path / "lease")
-    account = tmp_path / "account"
-    account.mkdir()
-    (account / "token").write_text("secret-token\n")
-    (account / "namespace").write_text("serving")
-    server: _ApiServer = request.getfixturevalue("api")
-    return KubernetesStore("group-a", api=f"http://127.0.0.1:{server.server_address[1]}", account=account)
+    return kubernetes(request.getfixturevalue("api"), tmp_path)
+
+
+def kubernetes(server: ApiServer, folder: Path, namespace: str = "serving") -> KubernetesStore:
+    (folder / "token").write_text(server.token + "\n")
+    (folder / "namespace").write_text(namespace)
+    return KubernetesStore("group-a", api=server.url, account=folder)
 
 
 def test_a_store_replaces_only_what_was_read(store: LeaseStore) -> None:
@@ -317,6 +260,78 @@ def test_a_store_that_does_not_answer_is_an_error_with_its_name(tmp_path: Path) 
     file.write_text("")
     with pytest.raises(ElasticError, match="file"):
         FolderStore(file).read(deadline_s=1)
+
+
+def test_what_others_put_on_the_kubernetes_object_stays_and_people_can_read_it(api: ApiServer, tmp_path: Path) -> None:
+    store = kubernetes(api, tmp_path)
+    assert store.replace(Record("a", 1, 1, 10.0), None, deadline_s=5)
+    (found,) = api.objects.values()
+    found["metadata"]["labels"] = {"app": "moe"}
+    found["metadata"]["annotations"]["theirs"] = "kept"
+    acquired = found["spec"]["acquireTime"]
+    seen = store.read(deadline_s=5)
+    assert seen is not None
+    assert store.replace(Record("a", 1, 2, 10.0), seen.version, deadline_s=5)
+    (found,) = api.objects.values()
+    assert found["metadata"]["labels"] == {"app": "moe"}
+    assert found["metadata"]["annotations"]["theirs"] == "kept"
+    assert (found["spec"]["holderIdentity"], found["spec"]["leaseTransitions"]) == ("a", 1)
+    assert found["spec"]["acquireTime"] == acquired < found["spec"]["renewTime"]
+    seen = store.read(deadline_s=5)
+    assert seen is not None
+    assert store.replace(Record("b", 2, 3, 10.0), seen.version, deadline_s=5)
+    assert next(iter(api.objects.values()))["spec"]["acquireTime"] > acquired
+
+
+def test_a_token_that_the_kubelet_rotates_is_taken_up_and_a_refusal_tells_why(api: ApiServer, tmp_path: Path) -> None:
+    store = kubernetes(api, tmp_path)
+    assert store.read(deadline_s=5) is None
+    api.token = "rotated"
+    with pytest.raises(ElasticError, match="status 401: Unauthorized") as error:
+        store.read(deadline_s=5)
+    assert "rotated" not in str(error.value)
+    (tmp_path / "token").write_text("rotated")
+    assert store.read(deadline_s=5) is None
+    api.refuse = {"POST": (403, 'leases.coordination.k8s.io is forbidden: cannot create resource "leases"')}
+    with pytest.raises(ElasticError, match=r"status 403: leases.*cannot create"):
+        store.replace(Record("a", 1, 1, 3.0), None, deadline_s=5)
+    api.refuse = {"POST": (429, "too many requests, please try again later")}
+    with pytest.raises(ElasticError, match="429"):
+        store.replace(Record("a", 1, 1, 3.0), None, deadline_s=5)
+
+
+def test_a_namespace_that_does_not_exist_is_an_error_and_not_a_lost_race(api: ApiServer, tmp_path: Path) -> None:
+    store = kubernetes(api, tmp_path, namespace="no-such")
+    assert store.read(deadline_s=5) is None
+    with pytest.raises(ElasticError, match='namespaces "no-such" not found'):
+        store.replace(Record("a", 1, 1, 3.0), None, deadline_s=5)
+
+
+def test_an_object_of_somebody_else_is_not_taken(api: ApiServer, tmp_path: Path) -> None:
+    store = kubernetes(api, tmp_path)
+    assert store.replace(Record("a", 1, 1, 3.0), None, deadline_s=5)
+    del next(iter(api.objects.values()))["metadata"]["annotations"]
+    with pytest.raises(ElasticError, match="not written by healer"):
+        store.read(deadline_s=5)
+
+
+@pytest.mark.parametrize("kind", ["folder", "kubernetes"])
+def test_terms_go_on_where_somebody_deletes_the_lease(kind: str, api: ApiServer, tmp_path: Path) -> None:
+    store: LeaseStore = FolderStore(tmp_path / "lease") if kind == "folder" else kubernetes(api, tmp_path)
+    clock = Time()
+    first = Keeper(store, TIMING, lambda _: None, name="a", monotonic=clock, floor=41)
+    first.turn()
+    assert (first.armed(), first.term) == (True, 42), "the ranks have seen 41"
+    if kind == "folder":
+        shutil.rmtree(tmp_path / "lease")
+    else:
+        api.objects.clear()
+    clock.at += TIMING.renew_s
+    first.turn()
+    assert first.term == 43
+    seen = store.read(deadline_s=5)
+    assert seen is not None
+    assert (seen.record.holder, seen.record.term) == ("a", 43)
 
 
 def test_a_damaged_record_is_an_error_and_never_taken_for_a_free_lease(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import json
+import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +13,9 @@ import pytest
 from healer.clock import SystemClock
 from healer.deployment import eventually
 from healer.journal import Journal
-from healer.notify import About, Notice, Notifier, Outbox, Receiver
+from healer.notice import About, Notice
+from healer.notify import Notifier, Receiver
+from healer.outbox import Outbox
 
 
 class Hook(ThreadingHTTPServer):
@@ -55,9 +58,10 @@ def hook() -> Iterator[Hook]:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    Journal.open(tmp_path / "journal.db", SystemClock()).close()
-    return tmp_path / "journal.db"
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    opened = Journal.open(tmp_path / "journal.db", SystemClock())
+    yield opened
+    opened.close()
 
 
 class Wall:
@@ -80,8 +84,8 @@ def notice(
 
 
 @contextlib.asynccontextmanager
-async def running(path: Path, *receivers: Receiver, results: list[tuple[str, str]]) -> AsyncIterator[Notifier]:
-    notifier = Notifier(receivers, path, lambda *result: results.append(result), wall=Wall())
+async def running(journal: Journal, *receivers: Receiver, results: list[tuple[str, str]]) -> AsyncIterator[Notifier]:
+    notifier = Notifier(receivers, lambda: journal.connection, lambda *result: results.append(result), wall=Wall())
     task = asyncio.create_task(notifier.run())
     try:
         yield notifier
@@ -97,7 +101,9 @@ async def until(condition: Callable[[], bool]) -> None:
     await eventually(probe, "the letters are where they should be", 20)
 
 
-async def test_the_on_call_engineer_hears_of_an_incident_in_each_format(hook: Hook, path: Path, tmp_path: Path) -> None:
+async def test_the_on_call_engineer_hears_of_an_incident_in_each_format(
+    hook: Hook, journal: Journal, tmp_path: Path
+) -> None:
     (tmp_path / "headers").write_text("X-Token: t0ken\n")
     (tmp_path / "url").write_text(hook.url + "\n")
     receivers = (
@@ -106,7 +112,7 @@ async def test_the_on_call_engineer_hears_of_an_incident_in_each_format(hook: Ho
         Receiver(name="alerts", url=hook.url, format="alertmanager"),
     )
     results: list[tuple[str, str]] = []
-    async with running(path, *receivers, results=results) as notifier:
+    async with running(journal, *receivers, results=results) as notifier:
         notifier.tell(notice())
         notifier.tell(notice(About.INCIDENT_CLOSED, resolved=True))
         notifier.tell(notice(About.ACTED))  # nobody asked for these
@@ -122,10 +128,10 @@ async def test_the_on_call_engineer_hears_of_an_incident_in_each_format(hook: Ho
     assert any(headers.get("X-Token") == "t0ken" for _, headers in hook.got)
 
 
-async def test_a_receiver_that_fails_is_tried_again_and_gets_its_letters_in_order(hook: Hook, path: Path) -> None:
+async def test_a_receiver_that_fails_is_tried_again_and_gets_its_letters_in_order(hook: Hook, journal: Journal) -> None:
     hook.codes += [503, 500]
     results: list[tuple[str, str]] = []
-    async with running(path, Receiver(name="a", url=hook.url), results=results) as notifier:
+    async with running(journal, Receiver(name="a", url=hook.url), results=results) as notifier:
         notifier.tell(notice(sentence="first"))
         notifier.tell(notice(sentence="second"))
         await until(lambda: len(hook.got) == 2)
@@ -133,36 +139,61 @@ async def test_a_receiver_that_fails_is_tried_again_and_gets_its_letters_in_orde
     assert results == [("a", "retried"), ("a", "retried"), ("a", "sent"), ("a", "sent")]
 
 
-async def test_a_receiver_that_never_answers_leaves_dead_letters_and_holds_up_no_other(hook: Hook, path: Path) -> None:
+async def test_a_receiver_that_never_answers_leaves_dead_letters_and_holds_up_no_other(
+    hook: Hook, journal: Journal
+) -> None:
     results: list[tuple[str, str]] = []
     gone = Receiver(name="gone", url="http://127.0.0.1:9/secret-path", attempts=3, deadline_s=1)
-    async with running(path, gone, Receiver(name="good", url=hook.url), results=results) as notifier:
+    async with running(journal, gone, Receiver(name="good", url=hook.url), results=results) as notifier:
         notifier.tell(notice())
         await until(lambda: ("gone", "dead") in results and len(hook.got) == 1)
-    outbox = Outbox(path)
+    outbox = Outbox(lambda: journal.connection)
     (dead,) = outbox.dead()
-    outbox.close()
     assert (dead.receiver, dead.attempts) == ("gone", 3)
     assert "ConnectError" in dead.error
     assert "secret" not in dead.error
 
 
-async def test_a_daemon_that_dies_before_sending_sends_after_its_restart(hook: Hook, path: Path) -> None:
-    before = Notifier((Receiver(name="a", url=hook.url),), path)
+async def test_a_daemon_that_dies_before_sending_sends_after_its_restart(hook: Hook, journal: Journal) -> None:
+    before = Notifier((Receiver(name="a", url=hook.url),), lambda: journal.connection)
     before.tell(notice(sentence="said by the one that died"))
     results: list[tuple[str, str]] = []
-    async with running(path, Receiver(name="a", url=hook.url), results=results):
+    async with running(journal, Receiver(name="a", url=hook.url), results=results):
         await until(lambda: len(hook.got) == 1)
     assert hook.got[0][0]["sentence"] == "said by the one that died"
 
 
-async def test_letters_to_a_receiver_that_left_the_policy_do_not_wait_for_ever(hook: Hook, path: Path) -> None:
-    Notifier((Receiver(name="old", url=hook.url),), path).tell(notice())
-    outbox = Outbox(path)
-    async with running(path, Receiver(name="new", url=hook.url), results=[]):
+async def test_letters_that_the_disk_does_not_take_are_sent_all_the_same_and_each_once(
+    hook: Hook, journal: Journal
+) -> None:
+    results: list[tuple[str, str]] = []
+    receiver = Receiver(name="a", url=hook.url)
+    hook.codes += [503]
+    async with running(journal, receiver, results=results) as notifier:
+        notifier.tell(notice(sentence="before"))
+        await until(lambda: results == [("a", "retried")])
+        other = sqlite3.connect(journal.path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        notifier.tell(notice(sentence="while it is locked"))
+        await until(lambda: len(hook.got) == 2)
+        await notifier.drained()
+        notifier.tell(notice(sentence="again"))
+        await until(lambda: len(hook.got) == 3)
+        other.execute("COMMIT")
+        other.close()
+        notifier.tell(notice(sentence="after"))
+        await until(lambda: len(hook.got) == 4)
+    said = [body["sentence"] for body, _ in hook.got]
+    assert sorted(said) == ["after", "again", "before", "while it is locked"]
+    assert Outbox(lambda: journal.connection).next_due() is None, "what became of them is written down"
+
+
+async def test_letters_to_a_receiver_that_left_the_policy_do_not_wait_for_ever(hook: Hook, journal: Journal) -> None:
+    Notifier((Receiver(name="old", url=hook.url),), lambda: journal.connection).tell(notice())
+    outbox = Outbox(lambda: journal.connection)
+    async with running(journal, Receiver(name="new", url=hook.url), results=[]):
         await until(lambda: len(outbox.dead()) == 1)
     assert "policy" in outbox.dead()[0].error
-    outbox.close()
 
 
 def test_an_unknown_field_in_a_template_is_named() -> None:

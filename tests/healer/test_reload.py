@@ -1,5 +1,6 @@
 """A policy file that changes under a running daemon, as a process."""
 
+import asyncio
 import json
 import os
 import signal
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from healer.clock import SystemClock
 from healer.policy.load import load_policy, parse_policy
-from healer.reload import fixed_changes
+from healer.reload import PolicyFile, fixed_changes
 from tests.healer.support import POLICY
 from tests.healer.test_daemon import SPEC, Daemon, wait
 from tests.healer.test_policy_schema import FULL
@@ -95,6 +97,35 @@ def test_a_pause_and_a_dry_run_in_the_file_count_at_once_and_are_taken_back(daem
     hup(daemon)
     wait(daemon.is_ok, "healed once the pause is over")
     assert in_force(daemon)["rejected"] == ""
+
+
+def test_a_file_that_becomes_a_pipe_is_rejected_and_holds_nothing_up(daemon: Daemon) -> None:
+    daemon.policy.unlink()
+    os.mkfifo(daemon.policy)
+    hup(daemon)
+    wait(lambda: "none that can be read again" in in_force(daemon)["rejected"], "rejected")
+    daemon.policy.unlink()
+    write(daemon, SPEC)
+    hup(daemon)
+    wait(lambda: in_force(daemon)["rejected"] == "", "the file is a file again")
+    assert daemon.is_ok()
+
+
+def test_a_daemon_that_began_as_a_dry_run_is_not_switched_to_acting(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(POLICY + SPEC + "  dryRun: true\n")
+    before = load_policy(path)
+    path.write_text(POLICY + SPEC)
+    loaded = load_policy(path)
+
+    async def poll() -> object:
+        watched = PolicyFile(path, before, SystemClock(), lambda _: loaded)
+        watched.reload()
+        watched.poll(1.0)
+        await watched.close()
+        return watched.poll(2.0)
+
+    assert "spec.dryRun, since this daemon began as an observer" in str(asyncio.run(poll()))
 
 
 def test_load_rules_come_and_go_with_the_file(daemon: Daemon) -> None:

@@ -136,9 +136,7 @@ class Runner:
 
     def commit(self, live: Collection[int], base: int) -> None:
         self.ep.clean(base)
-        for slot in live:
-            if slot != self.rank:
-                self.ep.set_mask(slot, False)
+        self.ep.take_over(live, base)
 
 
 def _serve(connection: Connection, targets: dict[str, Any]) -> None:

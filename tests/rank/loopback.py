@@ -42,7 +42,8 @@ class LoopbackEp:
 
     def disconnect(self, ranks: Collection[int]) -> None: ...
 
-    def set_mask(self, rank: int, masked: bool) -> None: ...
+    def take_over(self, live: Collection[int], base: int) -> int:
+        return self.mask_generation
 
     def masks(self) -> tuple[int, ...]:
         return (LIVE,)
@@ -109,6 +110,12 @@ class Rank:
         return answers
 
 
+def place(runner: Runner, placement: Placement) -> None:
+    """Route by it, on the only rank."""
+    runner.stage_placement(placement, [0])
+    runner.switch_placement()
+
+
 def step(runner: Runner, scheduler: Scheduler) -> list[Emitted]:
     batch = scheduler.build()
     return scheduler.commit(batch, choose(runner.run(batch), batch.samples))
@@ -159,7 +166,7 @@ def open_rank(
     ep, buffers = backend(arch.experts, max_tokens, arch.hidden), Buffers()
     runner = Runner(config, arch, arena, experts, ep, buffers, arithmetic=arithmetic)
     runner.capture()
-    runner.set_placement(Placement(arch.experts, 1, arch.experts, (tuple(order),) * len(arch.moe_layers)), [0])
+    place(runner, Placement(arch.experts, 1, arch.experts, (tuple(order),) * len(arch.moe_layers)))
     return Rank(config, arch, arena, experts, ep, buffers, runner)
 
 

@@ -18,6 +18,7 @@ from elastic.protocol import Abort, Commit, Loaded, Peer, Resume
 from elastic.rank.address import Address
 from elastic.rank.gate import Gate
 from elastic.rank.member import LINK_JOINING_S, LINK_PEER_S, LINK_SERVING_S, Membership
+from elastic.rank.steplog import WorkLog
 from elastic.view import View
 from tests.controller.test_executor import VOCAB, checkpoint, group, run_dir
 
@@ -70,15 +71,19 @@ class Exchange:
     def clean(self, base: int) -> None:
         self.calls.append("clean")
 
-    def set_mask(self, slot: int, masked: bool) -> None:
-        self.calls.append(f"{'mask' if masked else 'unmask'} {slot}")
+    def take_over(self, live: tuple[int, ...], base: int) -> int:
+        self.calls.append(f"take over {sorted(live)}")
+        return 7
 
 
 def membership(ep: Exchange, *, in_view: bool) -> tuple[Membership, Gate, Any]:
     config = GroupConfig(name="g", run_dir="r", checkpoint="c", ranks=2, max_ranks=3, slots_per_rank=1)
     gate = Gate(lambda: None)
-    engine: Any = SimpleNamespace(view=VIEW if in_view else None)
-    engine.take_view = lambda view, epoch: (ep.calls.append("take view"), setattr(engine, "view", view))
+    engine: Any = SimpleNamespace(view=VIEW if in_view else None, recorder=None, works=WorkLog())
+    engine.take_view = lambda view, epoch, generation: (
+        ep.calls.append(f"take view at {generation}"),
+        setattr(engine, "view", view),
+    )
     weights: Any = SimpleNamespace(
         contents=lambda: ((0,),), load_experts=lambda *a, **o: Loaded(), connect=lambda *a, **o: None, disconnect=list
     )
@@ -97,7 +102,7 @@ def test_words_are_zeroed_before_any_peer_is_unmasked_and_the_view_comes_last() 
     commit, gate, _ = membership(ep, in_view=False)
     gate.fence(1)
     commit.commit(COMMIT)
-    assert ep.calls == ["connect [1]", "clean", "unmask 1", "mask 2", "take view"]
+    assert ep.calls == ["connect [1]", "clean", "take over [0, 1]", "take view at 7"]
 
 
 def test_an_overtaken_commit_changes_neither_words_nor_masks() -> None:

@@ -128,7 +128,7 @@ def test_a_replacement_connects_while_the_others_step_and_then_takes_part(name: 
 def test_masks_that_only_one_side_set_cost_tokens_but_hold_nobody_up(name: str) -> None:
     with a_group(name, Shape(timeout_s=0.3)) as group:
         group.form(range(3))
-        group.peers[0].begin("ep", "set_mask", 1, True)
+        group.peers[0].begin("ep", "release", [1])
         group.peers[0].finish()
         group.begin((0,), "steps", 0, 1, (0, 2))
         group.begin((2,), "steps", 0, 1, range(3))
@@ -209,10 +209,8 @@ def test_a_commit_forgets_what_was_announced_before_it(idle_pair: Group) -> None
 def test_mistakes_are_refused_by_name(name: str) -> None:
     with a_group(name, Shape()) as group:
         first = group.launch(0)
-        with pytest.raises(RemoteError, match="ValueError: rank 1 is not connected"):
-            first.call("ep", "set_mask", 1, False)
-        with pytest.raises(RemoteError, match="ValueError: rank 0 cannot mask itself"):
-            first.call("ep", "set_mask", 0, True)
+        with pytest.raises(RemoteError, match=r"ValueError: ranks \[1\] are not connected"):
+            first.call("ep", "take_over", [0, 1], 1)
         with pytest.raises(RemoteError, match="ElasticError: rank 2: its endpoint is none of the"):
             first.call("ep", "connect", {2: b"\x01"}, deadline_s=5.0)
         second = group.launch(1)

@@ -20,7 +20,7 @@ from elastic.rank.runner import Runner
 from elastic.rank.sampling import choose
 from elastic.rank.scheduler import Batch, Scheduler
 from elastic.tools.make_checkpoint import Options, make_checkpoint
-from tests.rank.loopback import LoopbackEp, Rank, ask, load, open_rank, step
+from tests.rank.loopback import LoopbackEp, Rank, ask, load, open_rank, place, step
 
 TOLERANCE = 1e-4
 """Of logits with a deviation of 3, against transformers; differences of up to 2e-5 were seen."""
@@ -222,7 +222,7 @@ def test_serving_captures_nothing_and_moves_nothing(small: Path) -> None:
     experts = rank.arch.experts
     order = tuple(reversed(range(experts)))
     load(small, rank.arch, rank.arena, rank.experts, list(order))
-    rank.runner.set_placement(Placement(experts, 1, experts, (order,) * len(rank.arch.moe_layers)), [0])
+    place(rank.runner, Placement(experts, 1, experts, (order,) * len(rank.arch.moe_layers)))
     assert rank.serve(*neighbours(4)) == tokens
     assert {name: rank.buffers[name].data_ptr() for name in rank.buffers} == addresses
     assert rank.buffers.check() == ()
@@ -254,7 +254,7 @@ def test_a_joiner_captures_before_its_weights_and_map_arrive(small: Path) -> Non
     assert not buffers["kv"][:, :, : config.max_seqs].any()
     order = list(range(arch.experts))
     load(small, arch, arena, experts, order)
-    runner.set_placement(Placement(arch.experts, 1, arch.experts, (tuple(order),) * len(arch.moe_layers)), [0])
+    place(runner, Placement(arch.experts, 1, arch.experts, (tuple(order),) * len(arch.moe_layers)))
     rank = Rank(config, arch, arena, experts, ep, buffers, runner)
     assert rank.serve(*neighbours(2)) == wanted
 
@@ -294,7 +294,8 @@ def test_scheduler_and_group_configuration_agree_on_the_order_of_sizes(small: Pa
 def routes_of(rank: int, placement: Placement, live: list[int], rows: int = 6) -> list[list[int]]:
     """Physical slots by [expert][row] of the only layer."""
     table = RouteTable(rank, 1, placement.experts, rows, Buffers())
-    table.take_over(placement, live)
+    table.stage(placement, live)
+    table.switch()
     experts = torch.arange(placement.experts).expand(rows, -1)
     return table.physical(0, experts, torch.arange(rows)[:, None]).t().tolist()
 
@@ -311,12 +312,14 @@ def test_rows_prefer_the_own_replica_and_spread_over_the_others() -> None:
 
 def test_a_map_that_leaves_an_expert_without_a_live_copy_is_refused_and_changes_nothing() -> None:
     table = RouteTable(0, 1, 2, 4, Buffers())
-    table.take_over(Placement(2, 2, 2, ((0, 1, 0, HOLE),)), [0, 1])
+    table.stage(Placement(2, 2, 2, ((0, 1, 0, HOLE),)), [0, 1])
+    table.switch()
     rows, experts = torch.arange(5)[:, None], torch.tensor([[0, 1]]).expand(5, -1)
     before = table.physical(0, experts, rows)
     assert before[4].tolist() == [HOLE, HOLE]
     with pytest.raises(NeedsReplan, match=r"1 experts have no copy on slots \[1\], the first is expert 1"):
-        table.take_over(Placement(2, 2, 2, ((0, 1, 0, HOLE),)), [1])
+        table.stage(Placement(2, 2, 2, ((0, 1, 0, HOLE),)), [1])
     with pytest.raises(NeedsReplan, match="1 layers of 3 experts, this rank has 1 of 2"):
-        table.take_over(Placement(3, 2, 2, ((0, 1, 2, HOLE),)), [0, 1])
+        table.stage(Placement(3, 2, 2, ((0, 1, 2, HOLE),)), [0, 1])
+    table.switch()
     assert torch.equal(table.physical(0, experts, rows), before)

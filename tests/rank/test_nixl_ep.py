@@ -70,10 +70,8 @@ class Group:
         """All stand; words are zeroed on all before any goes on."""
         for backend in self.ranks.values():
             backend.clean(base)
-        for rank, backend in self.ranks.items():
-            for peer in range(self.capacity):
-                if peer != rank:
-                    backend.set_mask(peer, peer not in self.ranks)
+        for backend in self.ranks.values():
+            backend.take_over(self.ranks, base)
 
     def routes(self, seed: int) -> torch.Tensor:
         draw = torch.Generator().manual_seed(seed)
@@ -365,3 +363,54 @@ def test_sizes_that_the_kernels_cannot_do_are_named(sizes: dict[str, int], words
     refuse_shape(**fits)
     with pytest.raises(ElasticError, match=words):
         refuse_shape(**(fits | sizes))
+
+
+def test_ranks_take_a_view_over_one_after_the_other_and_the_first_joint_step_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No barrier: who comes to the round first begins it, and its rows wait where nobody zeroes them."""
+    group = Group(monkeypatch, 2)
+    group.all_step()
+    group.ranks[2] = group.open(2)
+    for rank in group.ranks:
+        group.link(rank)
+    group.ranks[2].clean(2)
+    results: dict[int, torch.Tensor] = {}
+
+    def late(rank: int, wait_s: float) -> Callable[[], None]:
+        run = group.step(rank, results)
+
+        def take_over_and_run() -> None:
+            time.sleep(wait_s)
+            group.ranks[rank].take_over(group.ranks, 2)
+            run()
+
+        return take_over_and_run
+
+    Both().run(late(0, 0.0), late(1, 0.1), late(2, 0.05))
+    for rank in group.ranks:
+        torch.testing.assert_close(results[rank], group.want(rank))
+    # and down again, the leaver takes part in nothing any more
+    del group.ranks[2]
+    results.clear()
+    Both().run(late(0, 0.1), late(1, 0.0))
+    for rank in group.ranks:
+        torch.testing.assert_close(results[rank], group.want(rank))
+
+
+def test_a_peer_that_is_released_after_the_view_was_taken_over_spoils_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(monkeypatch, 2)
+    generation = group.ranks[0].take_over([0, 1], 2)
+    assert group.ranks[0].mask_generation == generation
+    group.ranks[0].release([1])
+    assert group.ranks[0].mask_generation > generation
+
+
+def test_a_view_with_a_rank_that_is_not_connected_is_refused_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = Group(monkeypatch, 2)
+    before = group.ranks[0].masks()
+    with pytest.raises(ValueError, match=r"ranks \[3\] are not connected"):
+        group.ranks[0].take_over([0, 3], 2)
+    assert group.ranks[0].masks() == before

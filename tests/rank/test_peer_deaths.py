@@ -37,15 +37,15 @@ async def test_a_joiner_that_dies_when_it_is_connected_stops_nobody(checkpoint: 
     async with group(checkpoint, run_dir) as owner:
         prompts = random_prompts(6, VOCAB, seed=32)
         want = await owner.answers(prompts)
-        group_, stop = owner.executor._group, owner.executor._group.stop
+        group_, agree = owner.executor._group, owner.executor._group.agree
 
-        async def kill_first() -> None:
-            group_.stop = stop  # type: ignore[method-assign]
+        async def kill_first() -> int:
+            group_.agree = agree  # type: ignore[method-assign]
             owner.executor._launcher.end(launched(owner, 3))
             await asyncio.sleep(0.2)
-            await stop()
+            return await agree()
 
-        group_.stop = kill_first  # type: ignore[method-assign]
+        group_.agree = kill_first  # type: ignore[method-assign]
         owner.executor.scale(4, reason="test")
         assert await owner.answers(prompts) == want
         await owner.executor.settled(deadline_s=30)

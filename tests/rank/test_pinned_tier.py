@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from elastic.errors import ElasticError
 from elastic.rank import tier as tier_module
 from elastic.rank.architecture import read_architecture
-from elastic.rank.copies import MAX_RUN_BYTES, Copier, runs, share
+from elastic.rank.copies import MAX_RUN_BYTES, Copier, Run, piece, runs, share
 from elastic.rank.device import CPU, Device
 from elastic.rank.pinned import REGISTER_PORTABLE, REGISTER_READ_ONLY, map_pinned
 from elastic.rank.tier import HostTier, build
@@ -135,22 +135,29 @@ def test_without_a_gpu_nothing_is_pinned(built: tuple[Path, Path]) -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 5))
-def test_streams_share_every_byte_about_evenly(sizes: list[int], parts: int) -> None:
-    pairs = [(torch.zeros(n, 3), torch.rand(n, 3)) for n in sizes]
-    shares = share(pairs, parts)
+def test_streams_share_every_copy_about_evenly(sizes: list[int], parts: int) -> None:
+    all_ = [Run(1000 * i, 0, size, 1, size, size) for i, size in enumerate(sizes)]
+    shares = share(all_, parts)
     assert len(shares) == parts
-    for part in shares:
-        for to, source in part:
-            to.copy_(source)
-    assert all(torch.equal(to, source) for to, source in pairs)
-    fair = -(-sum(to.numel() for to, _ in pairs) // parts)
-    assert max(sum(to.numel() for to, _ in part) for part in shares) <= fair
+    assert sorted(run for part in shares for run in part) == all_
+    fair = sum(sizes) / parts + max(sizes)
+    assert max(sum(run.size for run in part) for part in shares) <= fair
 
 
 def test_a_copy_is_whole_when_the_call_returns() -> None:
     to, source = torch.zeros(4, 5), torch.rand(4, 5)
-    Copier(torch.device("cpu")).run([(to, source)])
+    Copier(torch.device("cpu")).run([piece(to, source)])
     assert torch.equal(to, source)
+
+
+def test_tensors_that_are_no_single_piece_of_memory_are_refused() -> None:
+    for to, source in (
+        (torch.zeros(4, 5).t(), torch.zeros(5, 4)),
+        (torch.zeros(4), torch.zeros(5)),
+        (torch.zeros(4), torch.zeros(4, dtype=torch.float64)),
+    ):
+        with pytest.raises(ValueError, match="no copy in one piece"):
+            piece(to, source)
 
 
 @given(
@@ -172,7 +179,7 @@ def test_runs_of_copies_move_exactly_the_bytes_that_single_copies_would(
             for to, source in pairs:
                 to.copy_(source)
             continue
-        for run in runs(pairs):
+        for run in runs(piece(to, source) for to, source in pairs):
             for row in range(run.rows):
                 ctypes.memmove(run.to + row * run.to_step, run.source + row * run.source_step, run.size)
     assert torch.equal(by_one, by_runs)
@@ -180,6 +187,16 @@ def test_runs_of_copies_move_exactly_the_bytes_that_single_copies_would(
 
 def test_the_tensors_of_neighbouring_experts_are_one_copy_and_no_copy_is_too_long_for_the_other_streams() -> None:
     tier, buffers = torch.zeros(64, 3, 1 << 18), torch.zeros(64, 1 << 18)  # a MiB each
-    found = runs([(buffers[e], tier[e, 1]) for e in range(64)])
+    found = runs([piece(buffers[e], tier[e, 1]) for e in range(64)])
     assert [run.rows for run in found] == [MAX_RUN_BYTES >> 20] * (64 // (MAX_RUN_BYTES >> 20))
     assert {(run.to_step, run.source_step) for run in found} == {(1 << 20, 3 << 20)}
+
+
+@pytest.mark.parametrize("size", [MAX_RUN_BYTES, MAX_RUN_BYTES + 1, 2 * MAX_RUN_BYTES, 3 * MAX_RUN_BYTES + 7])
+def test_a_long_copy_is_cut_so_that_every_stream_has_work_and_no_byte_is_left_out(size: int) -> None:
+    found = runs([(1 << 40, 1 << 41, size)])
+    assert all(run.size <= MAX_RUN_BYTES and run.rows == 1 for run in found)
+    assert [run.to - (1 << 40) for run in found] == [run.source - (1 << 41) for run in found]
+    ends = [run.to + run.size for run in found]
+    assert [run.to for run in found] == [1 << 40, *ends[:-1]]
+    assert ends[-1] == (1 << 40) + size

@@ -241,6 +241,19 @@ def test_a_request_that_can_never_run_is_rejected_with_its_reason(request_: Subm
     assert not scheduler.has_work
 
 
+def test_the_wait_for_a_kv_sequence_is_told_once_with_the_first_token() -> None:
+    seconds = [100.0]
+    scheduler = Scheduler(8, 1, 20, VOCAB, now=lambda: seconds[0])
+    for name in ("first", "second"):
+        assert scheduler.submit(submit(name, [1], 2)) is None
+    told: list[tuple[str, float]] = []
+    while scheduler.has_work:
+        batch = scheduler.build()
+        seconds[0] += 3.0
+        told += [(one.request, one.queued_s) for one in scheduler.commit(batch, [5] * len(batch.samples))]
+    assert told == [("first", 0.0), ("first", 0.0), ("second", 6.0), ("second", 0.0)]
+
+
 def test_a_replay_of_a_complete_answer_is_finished_without_a_token() -> None:
     scheduler = Scheduler(8, 2, 20, VOCAB)
     full = scheduler.submit(submit("full", [1], 2, answer=[5, 6]))

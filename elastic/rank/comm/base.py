@@ -69,12 +69,18 @@ class EpBackend(Protocol):
         ranks that are masked."""
         ...
 
-    def set_mask(self, rank: int, masked: bool) -> None:
-        """Unmasking needs a connected rank; the own rank cannot be masked (ValueError)."""
-        ...
-
     def masks(self) -> tuple[int, ...]:
         """LIVE, MASKED or ABSENT for each slot; own rank LIVE."""
+        ...
+
+    def take_over(self, live: Collection[int], base: int) -> int:
+        """From the next step on exactly `live` take part, and the next dispatch has the number `base`, as on all of them.
+
+        Called between two steps: behind one that was discarded, after `clean`, between the same barriers; behind one that
+        counted by itself and without a barrier, by each rank when it comes to the round, since a peer that is there already
+        sends to a place that nothing here zeroes any more, and waits. (A rank that ran no step with the others must not begin
+        before one of them has come to the round.) `base` as for `clean`. Returns the mask generation that a step
+        of the new view must still find. Raises ValueError for a rank that is not connected."""
         ...
 
     def begin_step(self) -> None:

@@ -54,8 +54,7 @@ def _rank(case: Case, rank: int, pipe: Connection) -> None:
     pipe.send(ep.endpoint())
     ep.connect(pipe.recv(), deadline_s=TIMEOUT_S)
     ep.clean(1)
-    for peer in range(case.ranks):
-        ep.set_mask(peer, False)
+    ep.take_over(range(case.ranks), 1)
     pipe.send(None)
     pipe.recv()
 

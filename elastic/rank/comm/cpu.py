@@ -122,20 +122,24 @@ class CpuEpBackend:
             self._transport.disconnect(peer)
             self._transport.inbox.words[:, peer] = 0
 
-    def set_mask(self, rank: int, masked: bool) -> None:
-        self._check_slot(rank)
-        if rank == self.rank:
-            if masked:
-                raise ValueError(f"rank {rank} cannot mask itself")
-            return
-        if self._masks[rank] == ABSENT:
-            if not masked:
-                raise ValueError(f"rank {rank} is not connected: connect it before it is unmasked")
-            return
-        self._set(rank, MASKED if masked else LIVE)
-
     def masks(self) -> tuple[int, ...]:
         return tuple(self._masks)
+
+    def take_over(self, live: Collection[int], base: int) -> int:
+        """The words stay: those of the new view may be there already, and no older one is equal to a number from `base`
+        on. Raises ValueError also where `clean` does."""
+        self._check_base(base)
+        if absent := [slot for slot in live if self._masks[slot] == ABSENT]:
+            raise ValueError(f"ranks {absent} are not connected: connect them before they are unmasked")
+        with self._lock:
+            before = self._masks[:]
+            for slot in range(self.capacity):
+                if slot != self.rank and before[slot] != ABSENT:
+                    self._masks[slot] = LIVE if slot in live else MASKED
+            self._generation += self._masks != before
+            generation = self._generation
+        self._next_tag, self._flight = base, None
+        return generation
 
     def begin_step(self) -> None:
         """Nothing to do: the calls of a step return when they have ended."""
@@ -217,8 +221,7 @@ class CpuEpBackend:
     def clean(self, base: int) -> None:
         """Raises ValueError when `base` is below a number that this rank has already used for a dispatch. Also forgets
         what peers announced on the board."""
-        if base < self._next_tag:
-            raise ValueError(f"base {base} is below {self._next_tag}, the next dispatch here: an old word could match")
+        self._check_base(base)
         self._transport.settle(deadline_s=SETTLE_S)
         self._transport.inbox.words[:] = 0
         self._next_tag, self._flight = base, None
@@ -315,6 +318,10 @@ class CpuEpBackend:
         if ids.size and (ids.min() < -1 or ids.max() >= experts):
             raise ValueError(f"topk_idx is outside -1..{experts - 1}")
         return ids
+
+    def _check_base(self, base: int) -> None:
+        if base < self._next_tag:
+            raise ValueError(f"base {base} is below {self._next_tag}, the next dispatch here: an old word could match")
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.capacity:

@@ -4,6 +4,7 @@ from elastic.config import EpBackendName
 from elastic.rank.comm.base import EpBackend, RoundBoard
 from elastic.rank.comm.board import Board
 from elastic.rank.comm.cpu import CpuEpBackend
+from elastic.rank.comm.links import FaultyTransport, Links
 from elastic.rank.comm.shm import ShmTransport
 from elastic.rank.comm.transport import Layout, Transport
 from elastic.rank.device import CPU, Device
@@ -22,9 +23,11 @@ def open_backend(
     group: str,
     device: Device = CPU,
     early_release: bool = True,
+    links: Links | None = None,
 ) -> tuple[EpBackend, RoundBoard]:
     """Called once in a rank's process. The two share one inbox, so the backend's `connect`, `disconnect`, `clean` and
-    `close` hold for the board too. Raises ElasticError where this machine cannot run the backend."""
+    `close` hold for the board too. `links`: faults to be put in between, on a CPU only. Raises ElasticError where this
+    machine cannot run the backend."""
     layout = Layout(capacity, experts_per_rank, max_tokens, hidden, top_k)
     transport: Transport
     if name == "nixl-ep":
@@ -53,4 +56,6 @@ def open_backend(
         transport = NixlTransport(rank, layout, group)
     else:
         transport = ShmTransport(rank, layout, group)
+    if links is not None:
+        transport = FaultyTransport(transport, links)
     return CpuEpBackend(transport, timeout_s=timeout_s), Board(transport)

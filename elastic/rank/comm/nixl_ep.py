@@ -226,23 +226,23 @@ class NixlEpBackend:
     def mask_generation(self) -> int:
         return self._generation
 
-    def set_mask(self, rank: int, masked: bool) -> None:
-        if rank == self.rank:
-            if masked:
-                raise ValueError(f"rank {rank} cannot mask itself")
-            return
-        if rank not in self._endpoints:
-            if masked:
-                return
-            raise ValueError(f"rank {rank} is not connected and cannot be unmasked")
-        if self._masks[rank] == (MASKED if masked else LIVE):
-            return
-        with self._links.use():
-            self._buffer.update_mask_buffer(rank, masked)
-        self._set(rank, MASKED if masked else LIVE)
-
     def masks(self) -> tuple[int, ...]:
         return tuple(self._masks)
+
+    def take_over(self, live: Collection[int], base: int) -> int:
+        """As `clean`, `base` is not used. No word is zeroed: the last kernel of a step that counted has zeroed the region that
+        the next one waits on, so what is found there is of the new view."""
+        with self._state:
+            if absent := [rank for rank in live if rank != self.rank and rank not in self._endpoints]:
+                raise ValueError(f"ranks {absent} are not connected and cannot be unmasked")
+            self._device.bind()
+            for rank in self._endpoints:
+                mask = LIVE if rank in live else MASKED
+                if self._masks[rank] != mask:
+                    # in the queue of the steps: done before the next one, and not waited for
+                    self._buffer.update_mask_buffer(rank, mask == MASKED)
+                    self._set(rank, mask)
+            return self._generation
 
     def _set(self, rank: int, mask: int) -> None:
         before, self._masks[rank] = self._masks[rank], mask
