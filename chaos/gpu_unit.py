@@ -26,7 +26,7 @@ from chaos.gpu_kernels import layers, products
 from elastic.config import GroupConfig, default_capture_sizes
 from elastic.errors import ElasticError
 from elastic.lifeline import Lifeline, watch
-from elastic.placement.maps import HOLE, Placement
+from elastic.placement.maps import HOLE, Move, Placement
 from elastic.protocol import Sampling, Submit
 from elastic.rank.architecture import Arena, ExpertBuffers, read_architecture
 from elastic.rank.arithmetic import open_arithmetic
@@ -41,7 +41,7 @@ from elastic.rank.runner import Runner
 from elastic.rank.sampling import choose
 from elastic.rank.scheduler import Scheduler
 from elastic.rank.tier import HostTier, build
-from elastic.rank.weights import QUEUED
+from elastic.rank.weights import pieces_of
 from elastic.tools.make_checkpoint import Options, make_checkpoint
 
 MODEL = Options(
@@ -92,7 +92,8 @@ def step(bench: Bench) -> Iterator[Line]:
     )
     row = (*range(arch.experts), *(HOLE,) * (config.slots_per_rank * config.max_ranks - arch.experts))
     rows = (row,) * len(arch.moe_layers)
-    runner.set_placement(Placement(arch.experts, config.max_ranks, config.slots_per_rank, rows), [0])
+    runner.stage_placement(Placement(arch.experts, config.max_ranks, config.slots_per_rank, rows), [0])
+    runner.switch_placement()
     draw = random.Random(0)
     requests = [
         Submit(
@@ -169,19 +170,15 @@ def copies(bench: Bench) -> Iterator[Line]:
         experts = ExpertBuffers(arch, arch.experts, device)
         copier = Copier(device.place)
         places = [(layer, e) for layer in range(len(arch.moe_layers)) for e in range(arch.experts)]
+        moves = [Move(layer, e, 0, e) for layer, e in places]
         size = len(places) * arch.expert_weights * device.dtype.itemsize
 
         def rate() -> float:
             best = 0.0
             for _ in range(5):
                 began = time.monotonic()
-                for first in range(0, len(places), QUEUED):
-                    pairs = []
-                    for layer, e in places[first : first + QUEUED]:
-                        w13, w2 = tier.expert(layer, e)
-                        pairs += [(experts.w13[layer, e], w13), (experts.w2[layer, e], w2)]
-                    copier.queue(pairs)
-                copier.wait()
+                source = tier.experts()
+                copier.run(pieces_of(source, experts, moves))
                 best = max(best, size / (time.monotonic() - began) / 1e9)
             return best
 

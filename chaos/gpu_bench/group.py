@@ -3,15 +3,16 @@
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
+from types import MappingProxyType
 
 import msgspec
 
 from chaos.gpu_bench import ranks, timeline
 from chaos.gpu_bench.clients import Clients, Order, Told
 from chaos.gpu_bench.lab import VOCAB, forget
-from chaos.gpu_bench.records import Sample, Survivor
+from chaos.gpu_bench.records import Gap, Sample, Survivor
 from chaos.gpu_bench.records import Sequence as SequenceRecord
 from elastic import process
 from elastic.client import random_prompts
@@ -27,6 +28,7 @@ SETTLE_S = 90.0
 AFTER_S = 0.4
 """The rank's own clean-up behind the first step belongs to the operation, and the steps after it show that it is over."""
 BEFORE_S = 1.0
+NOBODY: Mapping[int, ranks.Seen] = MappingProxyType({})
 STEADY_S = 0.3
 """Steps that the medians before and after are taken from."""
 
@@ -90,8 +92,13 @@ class BenchGroup:
         """With the longest gap of any rank since the sample was over."""
         since = sample.at + sample.capacity_s + AFTER_S
         seen = await self._look(self.executor.status().live, since)
-        found = [timeline.longest_gap(one.ends, since, time.monotonic()) for one in seen.values()]
-        return msgspec.structs.replace(sample, idle_gap_s=max((g for g in found if g is not None), default=None))
+        until = time.monotonic()
+        found = [
+            one.steps[at].end - one.steps[at - 1].end
+            for one in seen.values()
+            if (at := timeline.longest(one.steps, since, until))
+        ]
+        return msgspec.structs.replace(sample, idle_gap_s=max(found, default=None))
 
     def member(self, slot: int) -> Member:
         member = self.executor.status().slots[slot].member
@@ -105,13 +112,14 @@ class BenchGroup:
         """SIGKILL ranks; wait until others serve in their place (or, without `replace`, the others alone)."""
         victims = [self.member(s) for s in slots]
         before = await self._look(self._others(slots), time.monotonic() - BEFORE_S)
+        booting = sum(s.state == "booting" for s in self.executor.status().spares)
         self._reports.clear()
         sent = time.monotonic()
         for victim in victims:
             process.send_signal(victim.pid, victim.pid_start, signal.SIGKILL)
         await self._until(lambda: {*slots} <= self._seen_lost(), "the loss is dealt with")
         await self.executor.settled(deadline_s=SETTLE_S)
-        return await self._sample("kill", tuple(slots), sent, before)
+        return await self._sample("kill", tuple(slots), sent, before, booting)
 
     async def scale(self, target: int | Collection[int]) -> Sample:
         status = self.executor.status()
@@ -123,10 +131,13 @@ class BenchGroup:
         await self.executor.settled(deadline_s=SETTLE_S)
         return await self._sample("grow" if wanted > set(status.live) else "shrink", tuple(slots), sent, before)
 
-    async def _sample(self, what: str, slots: tuple[int, ...], sent: float, before: dict[int, ranks.Seen]) -> Sample:
+    async def _sample(
+        self, what: str, slots: tuple[int, ...], sent: float, before: dict[int, ranks.Seen], spares_booting: int = 0
+    ) -> Sample:
         await asyncio.sleep(AFTER_S)
         after = await self._look(before, sent - BEFORE_S)
-        return sample_of(what, slots, sent, list(self._reports), before, after)
+        joined = await self._look([s for s in self.executor.status().live if s not in before], sent)
+        return sample_of(what, slots, sent, list(self._reports), before, after, joined, spares_booting)
 
     def _others(self, slots: Collection[int]) -> list[int]:
         return [s for s in self.executor.status().live if s not in slots]
@@ -170,82 +181,99 @@ def sample_of(
     reports: Sequence[SequenceReport],
     before: dict[int, ranks.Seen],
     after: dict[int, ranks.Seen],
+    joined: Mapping[int, ranks.Seen] = NOBODY,
+    spares_booting: int = 0,
 ) -> Sample:
-    """`before` and `after`: the ranks that stayed. Raises ElasticError where a rank that should have stayed was replaced."""
+    """`before` and `after`: the ranks that stayed; `joined`: those that came. Raises ElasticError where a rank that should have stayed was replaced."""
     if replaced := [s for s in before if after[s].status.pid != before[s].status.pid]:
         raise ElasticError(f"slots {replaced} were not hurt, yet their processes were replaced")
     losses = [r for r in reports if r.kind == "loss" and r.outcome == "committed"]
-    ends = {s: seen.ends for s, seen in after.items()}
     over = max((r.ended for r in reports), default=sent)
     # a fault's own pause ends with the first step after its commit; what follows is the refill
-    calm = max((_first(ends[s], _commit_end(losses[-1])) or sent for s in ends), default=sent) if losses else sent
+    calm = max((_first_s(seen, losses[-1]) or sent for seen in after.values()), default=sent) if losses else sent
     return Sample(
         what=what,
         slots=slots,
         at=sent,
         seen_s=min(r.began for r in losses) - sent if losses else None,
         capacity_s=over - sent,
-        sequences=tuple(_sequence(r, sent, ends) for r in reports),
+        sequences=tuple(_sequence(r, sent, after, joined) for r in reports),
         survivors=tuple(_survivor(before[s], after[s], sent, calm, over) for s in sorted(before)),
+        spares_booting=spares_booting,
     )
 
 
-def _sequence(report: SequenceReport, sent: float, ends: dict[int, tuple[float, ...]]) -> SequenceRecord:
+def _sequence(
+    report: SequenceReport, sent: float, after: dict[int, ranks.Seen], joined: Mapping[int, ranks.Seen]
+) -> SequenceRecord:
     phases = {p.name.split()[0]: (p.start - sent, p.seconds) for p in report.phases}
-    committed = _commit_end(report)
-    first = {s: _first(e, committed) for s, e in ends.items()}
-    stand = sent if report.kind == "loss" else _commit_start(report)
-    pauses = {s: _pause(e, stand, committed) for s, e in ends.items()}
+    first = {slot: _first_s(seen, report) for slot, seen in after.items()}
     loads = list(report.loaded.values())
     moved = {
         name: sum((getattr(loaded, name) for loaded in loads), start=Source()) for name in ("peer", "host", "disk")
     }
+    gaps = {slot: _gap(seen, report) for slot, seen in after.items()}
+    pauses = {slot: _pause(seen, report, sent) for slot, seen in after.items()}
     return SequenceRecord(
         kind=report.kind,
         outcome=report.outcome,
         slots=report.slots,
         phases=phases,
         pause_s={s: p for s, p in pauses.items() if p is not None},
+        gaps={s: msgspec.structs.replace(g, at=g.at - sent) for s, g in gaps.items() if g is not None},
         first_step_s={s: f - sent for s, f in first.items() if f is not None},
         moved=moved,
         copy_s=max((loaded.seconds for loaded in loads), default=0.0),
         joiners=report.joiners,
+        joined_s={s: began for s in report.joiners if s in joined and (began := _began(joined[s], report, sent))},
     )
 
 
-def _pause(ends: Sequence[float], stand: float, committed: float) -> float | None:
-    """From the last step before `stand` to the first after the commit. Steps between the two, which a fault's own round
-    may still have committed, belong to neither."""
-    last = max((end for end in ends if end <= stand), default=None)
-    first = _first(ends, committed)
-    return None if last is None or first is None else first - last
+def _began(seen: ranks.Seen, report: SequenceReport, sent: float) -> tuple[float, float] | None:
+    at = timeline.first_under(seen.steps, report.epoch)
+    if at is None:
+        return None
+    step = seen.steps[at]
+    return step.end - step.wait_s - step.launch_s - sent, step.end - sent
+
+
+def _first_s(seen: ranks.Seen, report: SequenceReport) -> float | None:
+    """When the first step under the view of this sequence had ended."""
+    at = timeline.first_under(seen.steps, report.epoch)
+    return None if at is None else seen.steps[at].end
+
+
+def _gap(seen: ranks.Seen, report: SequenceReport) -> Gap | None:
+    at = timeline.first_under(seen.steps, report.epoch)
+    return timeline.gap(seen.steps, seen.works, at) if at else None
+
+
+def _pause(seen: ranks.Seen, report: SequenceReport, sent: float) -> float | None:
+    """To the first step under the new view from the last one before it; after a fault from the last one before the fault: steps
+    between, which its own round may still have committed, belong to neither."""
+    first = timeline.first_under(seen.steps, report.epoch)
+    if not first:
+        return None
+    last = timeline.last_before(seen.steps, sent) if report.kind == "loss" else first - 1
+    return None if last is None else seen.steps[first].end - seen.steps[last].end
 
 
 def _survivor(before: ranks.Seen, after: ranks.Seen, sent: float, calm: float, over: float) -> Survivor:
     was, now = before.status.counters, after.status.counters
-    earlier = timeline.gaps(before.ends, sent - BEFORE_S, sent)
+    earlier = timeline.gaps(before.steps, sent - BEFORE_S, sent)
     # from behind the clean-up on
-    later = timeline.gaps(after.ends, over + AFTER_S - STEADY_S, over + AFTER_S)
+    later = timeline.gaps(after.steps, over + AFTER_S - STEADY_S, over + AFTER_S)
+    at = timeline.longest(after.steps, calm, over + AFTER_S)
+    longest = None if at is None else timeline.gap(after.steps, after.works, at)
     return Survivor(
         slot=before.member.slot,
         captures=(was.captures, now.captures),
         address_changes=(was.address_changes, now.address_changes),
         step_before_s=median(earlier) if earlier else None,
         step_after_s=median(later) if later else None,
-        longest_gap_s=timeline.longest_gap(after.ends, calm, over + AFTER_S),
+        longest_gap_s=longest.took_s if longest else None,
+        longest=msgspec.structs.replace(longest, at=longest.at - sent) if longest else None,
     )
-
-
-def _first(ends: Sequence[float], moment: float) -> float | None:
-    return timeline.first_after(ends, moment)
-
-
-def _commit_start(report: SequenceReport) -> float:
-    return next((p.start for p in report.phases if p.name == "commit"), report.ended)
-
-
-def _commit_end(report: SequenceReport) -> float:
-    return next((p.end for p in report.phases if p.name == "commit"), report.ended)
 
 
 def with_answers(samples: Sequence[Sample], told: Sequence[Told]) -> list[Sample]:

@@ -30,7 +30,7 @@ async def hang(lab: Lab, running: Running) -> None:
     target = {"ranks": 2, "maxRanks": 2, "slotsPerRank": 8, "redundantExperts": 8, "epBackend": backend}
     deployment = Deployment(
         checkpoint,
-        target=target | {"hostTier": False},
+        target=target | {"hostTier": False, "spares": 2 if lab.options.cpu else 12},
         detection={"stallAfter": f"{STALL_AFTER_S:g}s"},
     )
     running.config = target | {"stall_after_s": STALL_AFTER_S, "model": sizes.name, "moe_layers": sizes.layers}

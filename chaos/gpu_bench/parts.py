@@ -79,6 +79,13 @@ async def kills(group: BenchGroup, running: Running) -> None:
         running.samples.append(await group.kill([slot]))
 
 
+async def kill_for_good(group: BenchGroup, running: Running) -> None:
+    """One rank, and nobody comes in its place."""
+    group.replace = False
+    await asyncio.sleep(0.2)
+    running.samples.append(await group.kill([group.config.ranks - 1]))
+
+
 async def scales(group: BenchGroup, running: Running) -> None:
     """Down by one rank, each slot in turn, and up again."""
     everyone = set(range(group.config.ranks))
@@ -158,19 +165,19 @@ def differences(left: Rows, right: Rows) -> dict[str, Any]:
 
 async def run_main(lab: Lab) -> None:
     """What the targets are about."""
-    # on GPUs a spare takes longer to come up than a refill that has one, so two stand by for each slot
-    spares = Shared(lab, "narrow", spares=2 if lab.options.cpu else 4)
+    # faults come faster than spares are replaced, so one stands by for each
+    spares = Shared(lab, "narrow", spares=2 if lab.options.cpu else 32)
     spares.plan("kill", "SIGKILL with replicas and warm spares", 130, 30, kills)
     spares.plan("logits", "Logits of the same prompts before and after a loss", 15, 8, logits)
     await spares.run()
     # as many graphs as vLLM captures by default, and as the baseline captures again
-    full = Shared(lab, "narrow", spares=2, max_tokens=FULL_TOKENS)
+    full = Shared(lab, "narrow", spares=2 if lab.options.cpu else 12, max_tokens=FULL_TOKENS)
     full.plan("scale", "Planned scale down and up, warm spares", 70, 10, scales)
     await full.run()
     orphans = Shared(lab, "narrow", redundant_experts=0, host_tier=True)
     orphans.plan("orphans", "SIGKILL without replicas: orphans from the host tier, no spares", 50, 5, kills)
     await orphans.run()
-    wide = Shared(lab, "wide", redundant_experts=0, host_tier=True, spares=2)
+    wide = Shared(lab, "wide", redundant_experts=0, host_tier=True, spares=2 if lab.options.cpu else 4)
     wide.plan("orphans-wide", "The same at DeepSeek's width, warm spares", 30, 3, kills)
     await wide.run()
 
@@ -189,9 +196,13 @@ async def run_shared(lab: Lab) -> None:
 
 async def run_late(lab: Lab) -> None:
     """What it costs that a kernel which waits for the dead is not released."""
-    for name, timeout_s, samples, budget_s in (("timeout-1s", 1.0, 3, 40), ("timeout-30s", 30.0, 1, 60)):
-        late = Shared(lab, "short", early_release=False, ep_timeout_s=timeout_s, commit_deadline_s=60.0)
+    for name, timeout_s, samples, budget_s, work in (
+        ("timeout-1s", 1.0, 3, 40, kills),
+        ("timeout-30s", 30.0, 1, 60, kill_for_good),
+    ):
+        spares = samples + 1 if samples > 1 else 0
+        late = Shared(lab, "short", spares=spares, early_release=False, ep_timeout_s=timeout_s, commit_deadline_s=60.0)
         late.plan(
-            name, f"Early release off: a kernel waits for NIXL's timeout of {timeout_s:g} s", budget_s, samples, kills
+            name, f"Early release off: a kernel waits for NIXL's timeout of {timeout_s:g} s", budget_s, samples, work
         )
         await late.run()

@@ -9,7 +9,20 @@ import msgspec
 
 from elastic.channel import Channel, read_frame
 from elastic.errors import ElasticError
-from elastic.protocol import Emitted, Hello, Query, Rejected, Sampling, Status, Steps, StepsTaken, Submit, encode
+from elastic.protocol import (
+    Emitted,
+    Hello,
+    Query,
+    Rejected,
+    Sampling,
+    Status,
+    Steps,
+    StepsTaken,
+    StepTaken,
+    Submit,
+    Work,
+    encode,
+)
 from elastic.view import Member
 
 ANSWER_S = 10.0
@@ -21,8 +34,8 @@ class Seen(msgspec.Struct, frozen=True):
 
     member: Member
     status: Status
-    ends: tuple[float, ...]
-    took_s: tuple[float, ...]
+    steps: tuple[StepTaken, ...]
+    works: tuple[Work, ...]
 
 
 async def look(group: str, member: Member, since: float) -> Seen:
@@ -35,7 +48,7 @@ async def look(group: str, member: Member, since: float) -> Seen:
         steps = await channel.call(Steps(id=channel.next_id(), since=since), StepsTaken, deadline_s=ANSWER_S)
     finally:
         await channel.aclose()
-    return Seen(member, status, steps.ends, steps.took_s)
+    return Seen(member, status, steps.steps, steps.works)
 
 
 async def look_at_all(group: str, members: Collection[Member], since: float) -> dict[int, Seen]:

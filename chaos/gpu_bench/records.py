@@ -9,6 +9,25 @@ from elastic.controller.records import Joiner
 from elastic.protocol import Source
 
 
+class Gap(msgspec.Struct, frozen=True, kw_only=True):
+    """From the end of one committed step of a rank to the end of the next, and where the time went."""
+
+    at: float
+    """When the later step had ended."""
+    took_s: float
+    settle_s: float
+    """Behind the earlier step: its tokens chosen, committed, handed out."""
+    stand_s: float
+    """Between the two rounds."""
+    build_s: float
+    """The rows of the later step put together."""
+    launch_s: float
+    wait_s: float
+    """From its launch until the device was done."""
+    works: tuple[tuple[str, float, float], ...]
+    """What other threads of the rank did meanwhile: name, begin, seconds."""
+
+
 class Survivor(msgspec.Struct, frozen=True, kw_only=True):
     """A rank that was there before and after an operation, by its own records."""
 
@@ -23,6 +42,8 @@ class Survivor(msgspec.Struct, frozen=True, kw_only=True):
     longest_gap_s: float | None
     """Longest time between two committed steps from the end of the loss (or the request) until all was over, the
     background work of others included."""
+    longest: Gap | None = None
+    """That gap."""
 
 
 class Sequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,14 +55,18 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
     phases: dict[str, tuple[float, float]]
     """By name: begin, and seconds that it took."""
     pause_s: dict[int, float]
-    """By survivor: from its last committed step before the stop to its first after it."""
+    """By survivor: from its last committed step before the change (or the fault) to its first under the new view."""
     first_step_s: dict[int, float]
     """By survivor: when its first step after the commit had ended."""
+    gaps: dict[int, Gap]
+    """By survivor: where the time went between its last committed step and its first under the new view."""
     moved: dict[str, Source]
     """Weights loaded, by source: peer, host, disk."""
     copy_s: float
     """The longest that one rank loaded weights."""
     joiners: dict[int, Joiner]
+    joined_s: dict[int, tuple[float, float]] = {}
+    """By joiner: when its first step was launched, and when it had ended."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +82,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """When the last sequence had ended: full size again, or the new size."""
     sequences: tuple[Sequence, ...]
     survivors: tuple[Survivor, ...]
+    spares_booting: int = 0
+    """Spares that were on their way when it began."""
     idle_gap_s: float | None = None
     """Longest time between two committed steps of any rank from then until the next fault or request: nothing happens but
     that spares come up."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chaos.bench_report import quantile
+from chaos.gpu_bench import breakdown
 from chaos.gpu_bench.records import Part, Results, Sample, Spread
 from chaos.gpu_bench.records import Sequence as SequenceRecord
 
@@ -318,6 +319,7 @@ def markdown(results: Results) -> str:
                 values = " | ".join(number(v, unit_of(name)) for v in (row.p50, row.p95, row.max))
                 lines.append(f"| {WORDS[name]} | {row.n} | {values} |")
             lines.append("")
+        lines += breakdown.markdown(part)
         lines += _extras(part, results)
     return "\n".join(lines).rstrip() + "\n"
 

@@ -34,7 +34,7 @@ from elastic.rank.runner import Runner
 from elastic.view import View
 
 RECAPTURES = 3
-STEPS, CPU_STEPS = 600, 60
+STEPS, CPU_STEPS = 400, 60
 """Of a block, with or without the agent."""
 BLOCK_DEADLINE_S = 40.0
 SKIP = 20
@@ -76,7 +76,7 @@ def _alone(config: GroupConfig, rank: Rank) -> None:
         redundant=0,
     )
     rank.runner.capture()
-    rank.engine.take_view(View(1, (0,), placement), 1)
+    rank.engine.take_view(View(1, (0,), placement), 1, rank.ep.mask_generation)
     rank.gate.adopt(0)
     rank.gate.resume()
 
@@ -150,19 +150,19 @@ def _block(config: GroupConfig, base: Base, rank: Rank, one: Agent, on: bool) ->
     names = _feed(config, rank, base.arch.vocab)
     began, until = time.monotonic(), rank.gate.round + SKIP + (STEPS if base.device.is_gpu else CPU_STEPS)
     _wait(lambda: rank.gate.round > until, "the block's steps are done", BLOCK_DEADLINE_S)
-    ends, took_s = rank.engine.steps.since(began)
+    steps = rank.engine.steps.since(began)
     if on:
         say(block="is over")
         _wait(lambda: not one.watched, "the controller has hung up")
         one.close()
     rank.engine.inbox.extend(Cancel(request=name, attempt=1) for name in names)
     _wait(lambda: rank.engine.running + rank.engine.waiting == 0, "all requests have ended")
-    gaps = [b - a for a, b in itertools.pairwise(ends)][SKIP:]
+    gaps = [b.end - a.end for a, b in itertools.pairwise(steps)][SKIP:]
     return {
         "agent": on,
         "steps": len(gaps),
         "round_s": statistics.median(gaps),
-        "step_s": statistics.median(took_s[SKIP:]),
+        "step_s": statistics.median(step.launch_s + step.wait_s for step in steps[SKIP:]),
     }
 
 

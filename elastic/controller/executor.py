@@ -379,9 +379,14 @@ class Executor:
 
     async def _run(self, sequence: Coroutine[Any, Any, None]) -> bool:
         """True when it failed."""
+        serves = self._formed
+        if serves:
+            self._spares.disturbed()
         self._running = asyncio.create_task(sequence, name="sequence")
         failed = await self._finish(self._running)
         self._running = None
+        if serves:
+            self._spares.disturbed()
         self._save()
         await self._notify()
         return failed

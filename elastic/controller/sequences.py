@@ -7,24 +7,25 @@ follow. Contents of the expert buffers are always taken from the ranks' answers,
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from elastic.config import GroupConfig
 from elastic.controller.boots import Boots
 from elastic.controller.gateway import GatewayLink
 from elastic.controller.group import Group, first_plan, moves_by_slot
 from elastic.controller.guard import GuardedLauncher
+from elastic.controller.joining import Joining, outcome_of
 from elastic.controller.link import RankLink
 from elastic.controller.phases import Step
 from elastic.controller.recorder import Recorder
-from elastic.controller.records import Event, Joiner
-from elastic.errors import ElasticError, Infeasible, Retryable, Unreachable
+from elastic.controller.records import Event
+from elastic.errors import ElasticError, Infeasible
 from elastic.launch.base import Launched
 from elastic.placement import Move, Placement, Plan, initial, replan
-from elastic.placement.maps import HOLE, Row
-from elastic.protocol import Abort, Done, Leave, Link, Parked, Peer, Prepare, Prepared, Route
+from elastic.placement.maps import Row
+from elastic.protocol import Abort, Done, Leave, Parked, Prepare, Prepared, Route
 from elastic.view import View
 
 T = TypeVar("T")
@@ -33,9 +34,6 @@ RESUMED_S = 2.0
 """How long a report waits for the first step of every survivor."""
 
 LEAVE_S = 1.0
-
-MUTE_SHARE = 1 / 6
-"""Of the time for a prepare: a joiner that has not beaten for so long is given up."""
 
 NO_MOVES: Mapping[int, tuple[Move, ...]] = MappingProxyType({})
 
@@ -63,6 +61,7 @@ class Sequences:
     ) -> None:
         self.recorder: Recorder | None = None
         self._config, self._group, self._boots, self._gateway = config, group, boots, gateway
+        self._joining = Joining(config, group, boots)
         self._launcher, self._on_event, self._view_changed = launcher, on_event, view_changed
 
     # --- unplanned loss -------------------------------------------------------------------------------------------
@@ -173,14 +172,14 @@ class Sequences:
         parked = bool(group.parked)
         moves = moves_by_slot(plan.fills) if parked else moves_by_slot(plan.fills, plan.overwrites)
         with rec.phase(Step.LOAD):
-            failed = await self._prepare_all(rec, joiners, present, moves)
+            failed = await self._joining.prepare(rec, joiners, present, moves)
         view, round_ = self._next_view(everyone, plan), None
         serves = bool(present) and not parked
         if not failed:
             with rec.phase(Step.CONNECT):
-                failed = await self._link_all(joiners, present)
+                failed = await self._joining.link(joiners, present)
                 if serves and not failed:
-                    failed = await self._stage_all(view, joiners, present)
+                    failed = await self._joining.stage(view, joiners, present)
         if not failed:
             with rec.phase(Step.PARK):
                 round_ = await group.agree() if serves else None
@@ -221,134 +220,6 @@ class Sequences:
         deadline_s = self._config.commit_deadline_s
         found = await self._group.each({s: self._group.links[s].refresh(deadline_s=deadline_s) for s in slots})
         return {s: status.contents for s, status in found.items()}
-
-    async def _prepare_all(
-        self, rec: Recorder, joiners: dict[int, RankLink], present: Collection[int], moves: dict[int, tuple[Move, ...]]
-    ) -> dict[int, str]:
-        """Connect and load on all sides while the group serves; nobody reaches for the memory of whoever holds nothing that it
-        needs, since that holds a rank up for tens of ms. Returns why each failed joiner failed: by its own word or silence, or
-        because others could not reach it. Any other failure of a present rank is raised.
-
-        The ranks keep to the deadline; the wait for their answers is longer, so that a rank that was kept waiting can
-        say by whom."""
-        group = self._group
-        deadline_s = self._config.prepare_deadline_s + self._config.commit_deadline_s
-
-        async def joiner(slot: int, link: RankLink, order_: int) -> Prepared:
-            source = tuple(present)[order_ % len(present)] if present else -1
-            order = Prepare(
-                id=link.next_id(),
-                epoch=group.epoch,
-                peers=self._sources(slot, moves.get(slot, ()), source),
-                moves=moves.get(slot, ()),
-                dense_from=source,
-                capture=True,
-            )
-            return await self._while_it_beats(link, link.call(order, Prepared, deadline_s=deadline_s))
-
-        async def survivor(slot: int) -> Prepared:
-            link = group.links[slot]
-            order = self._loading(slot, moves.get(slot, ()))
-            return await link.call(order, Prepared, deadline_s=deadline_s)
-
-        ups, olds, failed = await self._both(
-            {s: joiner(s, link, i) for i, (s, link) in enumerate(joiners.items())}, {s: survivor(s) for s in present}
-        )
-        for slot, prepared in (olds | ups).items():
-            rec.loaded(slot, prepared.loaded)
-            if slot in ups:
-                rec.joiners[slot] = Joiner(
-                    spare=self._boots.from_spare(slot),
-                    boot_s=joiners[slot].status.boot_s,
-                    reach_s=prepared.connect_s,
-                    load_s=prepared.loaded.seconds,
-                    capture_s=prepared.capture_s,
-                )
-                end = time.monotonic()
-                rec.add_phase(f"capture {slot}", end - prepared.capture_s, end)
-        return failed
-
-    def _loading(self, slot: int, moves: tuple[Move, ...]) -> Prepare:
-        """What a rank of the view is told to load."""
-        id_ = self._group.links[slot].next_id()
-        return Prepare(id=id_, epoch=self._group.epoch, peers=self._sources(slot, moves), moves=moves)
-
-    def _sources(self, slot: int, moves: tuple[Move, ...], dense: int = HOLE) -> tuple[Peer, ...]:
-        """The ranks of the view that weights come from, by these moves to `slot` and in slot `dense`."""
-        found = {dense, *(move.source_slot for move in moves)} & self._group.links.keys() - {slot}
-        return tuple(self._group.peer(source) for source in sorted(found))
-
-    async def _while_it_beats(self, link: RankLink, call: Coroutine[Any, Any, T]) -> T:
-        """The outcome of the call; Retryable where the rank has not beaten for so long that it hangs."""
-        limit_s = self._config.prepare_deadline_s * MUTE_SHARE
-        link.beat_at = max(link.beat_at, time.monotonic() - limit_s / 2)
-        calling = asyncio.create_task(call)
-        try:
-            while not calling.done():
-                began = time.monotonic()
-                await asyncio.wait([calling], timeout=limit_s / 4)
-                now = time.monotonic()
-                # beats that came while this process stood still lie unread
-                stood_still = now - began > limit_s / 2
-                if not calling.done() and not stood_still and now - link.beat_at > limit_s:
-                    raise Retryable(f"{link.member}: it has not beaten for {limit_s:g} s")
-            return calling.result()
-        finally:
-            calling.cancel()
-
-    async def _link_all(self, joiners: dict[int, RankLink], present: Collection[int]) -> dict[int, str]:
-        """Connect the EP back ends, joiners first: see `Link`. Returns failures as `_prepare_all`."""
-        group = self._group
-        deadline_s = self._config.prepare_deadline_s + self._config.commit_deadline_s
-        new = {s: link.status.peer for s, link in joiners.items()}
-        old = {s: group.peer(s) for s in present}
-
-        async def joiner(slot: int, link: RankLink, wait: bool) -> Done:
-            peers = (*old.values(), *(p for s, p in new.items() if s != slot))
-            order = Link(id=link.next_id(), epoch=group.epoch, peers=peers, wait=wait)
-            return await link.call(order, Done, deadline_s=deadline_s)
-
-        async def survivor(slot: int) -> Done:
-            link = group.links[slot]
-            order = Link(id=link.next_id(), epoch=group.epoch, peers=tuple(new.values()), wait=True)
-            return await link.call(order, Done, deadline_s=deadline_s)
-
-        _, _, failed = await self._both({s: joiner(s, link, False) for s, link in joiners.items()}, {})
-        if not failed:
-            waits = {s: joiner(s, link, True) for s, link in joiners.items()}
-            _, _, failed = await self._both(waits, {s: survivor(s) for s in present})
-        return failed
-
-    async def _stage_all(self, view: View, joiners: dict[int, RankLink], present: Collection[int]) -> dict[int, str]:
-        """Lay the next view down on all sides. Returns failures as `_prepare_all`."""
-        calls = self._group.staging(view, joiners)
-        _, _, failed = await self._both({s: calls[s] for s in joiners}, {s: calls[s] for s in present})
-        return failed
-
-    async def _both(
-        self, joiners: dict[int, Coroutine[Any, Any, T]], present: dict[int, Coroutine[Any, Any, T]]
-    ) -> tuple[dict[int, T], dict[int, T], dict[int, str]]:
-        """Run calls to joiners and to present ranks at once. Returns the answers of both, and why each failed joiner
-        failed; a failure of a present rank that is no joiner's fault is raised."""
-        async with asyncio.TaskGroup() as tasks:
-            ups = {s: tasks.create_task(_outcome(call)) for s, call in joiners.items()}
-            old = await _outcome(self._group.each(present))
-            if isinstance(old, ElasticError):
-                for task in ups.values():
-                    task.cancel()
-        if isinstance(old, ElasticError):
-            if accused := _accused(old, joiners):
-                return {}, {}, accused
-            raise old
-        answers: dict[int, T] = {}
-        failed: dict[int, str] = {}
-        for slot, task in ups.items():
-            result = task.result()
-            if isinstance(result, ElasticError):
-                failed |= _accused(result, joiners) or {slot: str(result)}
-            else:
-                answers[slot] = result
-        return answers, old, failed
 
     # --- retire ---------------------------------------------------------------------------------------------------
 
@@ -396,7 +267,7 @@ class Sequences:
             orders = {}
             for slot in staying:
                 link = group.links[slot]
-                order = self._loading(slot, moves.get(slot, ()))
+                order = self._joining.loading(slot, moves.get(slot, ()))
                 deadline_s = self._config.prepare_deadline_s + self._config.commit_deadline_s
                 orders[slot] = link.call(order, Prepared, deadline_s=deadline_s)
             for slot, prepared in (await group.each(orders)).items():
@@ -424,7 +295,7 @@ class Sequences:
 
         async def one(link: RankLink) -> None:
             order = Leave(id=link.next_id(), epoch=self._group.epoch)
-            await _outcome(link.call(order, Done, deadline_s=LEAVE_S))
+            await outcome_of(link.call(order, Done, deadline_s=LEAVE_S))
 
         await asyncio.gather(*(one(link) for link in leavers.values()))
 
@@ -486,7 +357,7 @@ class Sequences:
             await self._gateway.route(group.epoch, self.routes())
             await self._first_steps(rec, survivors)
         # so that the owner sees the counters as they are after the sequence
-        await asyncio.gather(*(_outcome(link.refresh(deadline_s=RESUMED_S)) for link in group.links.values()))
+        await asyncio.gather(*(outcome_of(link.refresh(deadline_s=RESUMED_S)) for link in group.links.values()))
 
     async def _first_steps(self, rec: Recorder, survivors: Collection[int]) -> None:
         async def one(slot: int) -> None:
@@ -495,7 +366,7 @@ class Sequences:
             if not resumed.idle:
                 rec.pause_s[slot] = resumed.pause_s
 
-        await asyncio.gather(*(_outcome(one(s)) for s in survivors))
+        await asyncio.gather(*(outcome_of(one(s)) for s in survivors))
 
     def routes(self, draining: Collection[int] = ()) -> tuple[Route, ...]:
         """The ranks of the view, as the gateway is told of them."""
@@ -505,16 +376,3 @@ class Sequences:
             for slot in self._group.live
             if slot in links
         )
-
-
-def _accused(error: ElasticError, joiners: Collection[int]) -> dict[int, str]:
-    """The joiners that others could not reach, with their words."""
-    return {s: str(error) for s in error.slots if s in joiners} if isinstance(error, Unreachable) else {}
-
-
-async def _outcome(call: Coroutine[Any, Any, T]) -> T | ElasticError:
-    """The result of a call, or the ElasticError that it raised."""
-    try:
-        return await call
-    except ElasticError as error:
-        return error

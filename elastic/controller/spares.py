@@ -25,6 +25,9 @@ ATTEMPTS = 3
 BACKOFF_S = (0.0, 1.0, 5.0)
 STEADY_S = 60.0
 """A spare that stood for so long before it died does not count towards the attempts."""
+CALM_S = 5.0
+"""A spare that was used is replaced when no sequence has run for so long: while a process makes its CUDA context, launches and
+copies of its neighbours on the GPU stall for up to 30 ms (seen on an H200), which would lengthen the next pause."""
 POLL_S = 0.02
 ANSWER_S = 5.0
 
@@ -59,12 +62,19 @@ class Spares:
         self._failures: dict[int, int] = {}
         self._why: dict[int, str] = {}
         """Of each number that was given up."""
+        self._starting: set[int] = set()
+        """Numbers with a process on its way; the other tasks wait."""
+        self._calm_from = 0.0
 
     def ensure(self) -> None:
         """Have a process coming up, or up, for each number."""
         for number in range(self._config.spares):
             if number not in self._ready and number not in self._tasks and number not in self._why:
                 self._tasks[number] = asyncio.create_task(self._boot(number), name=f"spare {number}")
+
+    def disturbed(self) -> None:
+        """A sequence of a group that serves has begun or ended."""
+        self._calm_from = time.monotonic() + CALM_S
 
     def pardon(self) -> None:
         """Somebody asks for ranks anew: what was given up is tried again."""
@@ -100,7 +110,7 @@ class Spares:
         found = []
         for number in sorted({*range(self._config.spares), *self._ready}):
             spare = self._ready.get(number)
-            coming: SpareStage = "booting" if number in self._tasks else "absent"
+            coming: SpareStage = "booting" if number in self._starting else "absent"
             found.append(
                 SpareState(
                     number=number,
@@ -151,6 +161,10 @@ class Spares:
         try:
             await asyncio.sleep(BACKOFF_S[min(self._failures.get(number, 0), len(BACKOFF_S) - 1)])
             self._unlink([number])
+            # the moment moves on while it waits
+            while (wait := self._calm_from - time.monotonic()) > 0:  # noqa: ASYNC110
+                await asyncio.sleep(wait)
+            self._starting.add(number)
             began, started = time.monotonic(), self._launcher.launch_spare(number)
             self._stands(await self._up(number, started))
         except asyncio.CancelledError:
@@ -165,6 +179,7 @@ class Spares:
             self._failed(number, started, began, str(error) or type(error).__name__)
         finally:
             self._tasks.pop(number, None)
+            self._starting.discard(number)
             self._wake()
 
     async def _up(self, number: int, started: Launched) -> _Spare:

@@ -21,6 +21,7 @@ from elastic.rank.comm.links import Links
 
 LOOK_S = 0.005
 STUCK = signal.SIGRTMIN + 1
+HOST_BYTES = 128 << 20
 UNMAPPED = 0x1000
 """An address in the first pages, which no allocation is given."""
 
@@ -112,18 +113,28 @@ def gpu_memory(place: torch.device) -> None:
     _kept.extend(kept)
 
 
+def host_memory(_: torch.device) -> None:
+    """Take HOST_BYTES of host memory and keep them: more than the control group leaves that an injector has put around this rank."""
+    for _number in range(16):
+        part = bytearray(HOST_BYTES // 16)
+        part[::4096] = b"x" * len(part[::4096])
+        _host_kept.append(part)
+
+
 def stuck(_: torch.device) -> None:
     """The round loop stops for ever between two instructions, while the rank's other threads live."""
     signal.pthread_kill(threading.main_thread().ident or 0, STUCK)
 
 
 _kept: list[torch.Tensor] = []
+_host_kept: list[bytearray] = []
 
 OF_DEVICE: dict[str, Callable[[torch.device], None]] = {
     "illegal-address": illegal_address,
     "misaligned-address": misaligned_address,
     "device-assert": device_assert,
     "gpu-memory": gpu_memory,
+    "host-memory": host_memory,
     "stuck": stuck,
 }
 

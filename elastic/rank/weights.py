@@ -159,7 +159,7 @@ class Weights:
                 break
             part = moves[at : at + batch]
             self._published.clear([(move.layer, move.index) for move in part])
-            under_way.append((part, self._copier.queue(self._from_tier(source, part))))
+            under_way.append((part, self._copier.queue(pieces_of(source, self._experts, part))))
             if len(under_way) > 1:
                 finish_one()
         while under_way:
@@ -168,20 +168,6 @@ class Weights:
             raise NeedsReplan("loading experts was given up")
         if moves:
             self._tell_rate("experts", len(moves) * self._arch.expert_weights, time.monotonic() - began)
-
-    def _from_tier(self, source: torch.Tensor, moves: Sequence[Move]) -> list[Piece]:
-        experts = self._experts
-        to13, to2, first = experts.w13.data_ptr(), experts.w2.data_ptr(), source.data_ptr()
-        width, item = experts.w13.shape[1], experts.w13.element_size()
-        bytes13, bytes2 = item * experts.w13[0, 0].numel(), item * experts.w2[0, 0].numel()
-        layer_bytes, expert_bytes = item * source.stride(0), item * source.stride(1)
-        pieces: list[Piece] = []
-        for move in moves:
-            at = first + layer_bytes * move.layer + expert_bytes * move.expert
-            buffer = move.layer * width + move.index
-            pieces.append((to13 + bytes13 * buffer, at, bytes13))
-            pieces.append((to2 + bytes2 * buffer, at + bytes13, bytes2))
-        return pieces
 
     def _load_from_disk(self, moves: Sequence[Move], give_up: Callable[[], bool]) -> None:
         for move in moves:
@@ -201,3 +187,18 @@ class Weights:
         from_tier = self._tier is not None
         host, disk = (local, Source()) if from_tier else (Source(), local)
         return Loaded(peer=peer, host=host, disk=disk, seconds=time.monotonic() - began)
+
+
+def pieces_of(source: torch.Tensor, experts: ExpertBuffers, moves: Sequence[Move]) -> list[Piece]:
+    """The copies of these moves from `HostTier.experts`."""
+    to13, to2, first = experts.w13.data_ptr(), experts.w2.data_ptr(), source.data_ptr()
+    width, item = experts.w13.shape[1], experts.w13.element_size()
+    bytes13, bytes2 = item * experts.w13[0, 0].numel(), item * experts.w2[0, 0].numel()
+    layer_bytes, expert_bytes = item * source.stride(0), item * source.stride(1)
+    pieces: list[Piece] = []
+    for move in moves:
+        at = first + layer_bytes * move.layer + expert_bytes * move.expert
+        buffer = move.layer * width + move.index
+        pieces.append((to13 + bytes13 * buffer, at, bytes13))
+        pieces.append((to2 + bytes2 * buffer, at + bytes13, bytes2))
+    return pieces

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from chaos.gpu_bench import alone, parts, report, timeline
+from chaos.gpu_bench import alone, breakdown, parts, report, timeline
 from chaos.gpu_bench.clients import Told, judged
 from chaos.gpu_bench.group import sample_of, with_answers
 from chaos.gpu_bench.ranks import Seen
@@ -12,9 +12,10 @@ from chaos.machine import Machine
 from elastic.client import Answer
 from elastic.controller.records import Joiner, Phase, SequenceReport
 from elastic.errors import ElasticError
-from elastic.protocol import Counters, Loaded, Peer, Source, Status
+from elastic.protocol import Counters, Loaded, Peer, Source, Status, StepTaken, Work
 from elastic.view import Member
 
+WORKS = (Work("connect exchange", 100.5, 100.51), Work("settle", 101.004, 101.0041))
 MEMBER = Member(slot=0, incarnation=1, pid=7, pid_start=70, address="/nowhere")
 
 
@@ -36,7 +37,8 @@ def seen(ends: tuple[float, ...], captures: int = 7, pid: int = 7) -> Seen:
         waiting=0,
         running=0,
     )
-    return Seen(MEMBER, status, ends, tuple(0.001 for _ in ends))
+    steps = tuple(StepTaken(end, 1 + (end > 100.004) + (end > 101.0), 1e-4, 2e-4, 1e-3, 3e-4) for end in ends)
+    return Seen(MEMBER, status, steps, WORKS)
 
 
 def sequence(kind: str, phases: dict[str, tuple[float, float]], **more: object) -> SequenceReport:
@@ -46,7 +48,7 @@ def sequence(kind: str, phases: dict[str, tuple[float, float]], **more: object) 
         "reason": "",
         "slots": (1,),
         "live": (0,),
-        "epoch": 2,
+        "epoch": 2 if kind == "loss" else 3,
         "began": min(start for start, _ in phases.values()),
         "ended": max(end for _, end in phases.values()),
         "phases": tuple(Phase(name, start, end) for name, (start, end) in phases.items()),
@@ -154,14 +156,29 @@ def test_a_survivor_that_was_replaced_is_an_error_not_a_figure() -> None:
 
 
 def test_gaps_at_the_edges_of_what_is_known() -> None:
-    ends = (1.0, 2.0, 4.0)
-    assert timeline.first_after(ends, 2.0) == 4.0
-    assert timeline.first_after(ends, 4.0) is None
-    assert timeline.longest_gap(ends, 0.0, 9.0) == 2.0
-    assert timeline.longest_gap(ends, 0.0, 2.0) == 1.0
-    assert timeline.longest_gap(ends, 3.0, 3.1) == 2.0
-    assert timeline.longest_gap((1.0,), 0.0, 9.0) is None
-    assert timeline.gaps(ends, 1.0, 3.0) == [1.0]
+    steps = [StepTaken(end, epoch, 0.0, 0.0, 0.0, 0.0) for end, epoch in ((1.0, 4), (2.0, 4), (4.0, 6))]
+    assert timeline.last_before(steps, 2.0) == 1
+    assert timeline.last_before(steps, 0.5) is None
+    assert timeline.first_under(steps, 5) == 2
+    assert timeline.first_under(steps, 7) is None
+    assert timeline.longest(steps, 0.0, 9.0) == 2
+    assert timeline.longest(steps, 0.0, 2.0) == 1
+    assert timeline.longest(steps, 3.0, 3.1) == 2
+    assert timeline.longest(steps[:1], 0.0, 9.0) is None
+    assert timeline.gaps(steps, 1.0, 3.0) == [1.0]
+
+
+def test_where_a_pause_went_adds_up_and_names_what_ran_meanwhile() -> None:
+    (gap,) = killed().sequences[1].gaps.values()
+    assert gap.took_s == pytest.approx(0.006)
+    assert gap.took_s == pytest.approx(gap.settle_s + gap.stand_s + gap.build_s + gap.launch_s + gap.wait_s)
+    assert [name for name, *_ in gap.works] == ["settle"]
+    longest = killed().survivors[0].longest
+    assert longest is not None
+    assert longest.took_s == pytest.approx(0.011)
+    text = "\n".join(breakdown.markdown(part("kill", killed())))
+    assert "| in all | 6.00 ms | 6.00 ms |" in text
+    assert "| connect exchange | 1 | 10.00 ms | 10.00 ms |" in text
 
 
 def test_an_answer_counts_for_every_fault_that_it_lived_through() -> None:

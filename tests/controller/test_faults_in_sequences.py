@@ -104,7 +104,7 @@ async def test_a_joiner_that_hangs_costs_no_survivor(checkpoint: Path, run_dir: 
     async with group(checkpoint, run_dir, prepare_deadline_s=12.0) as owner:
         executor = owner.executor
         pids = [owner.member(s).pid for s in range(3)]
-        once(owner, executor._sequences, "_prepare_all", lambda: signal_joiner(owner, 3, signal.SIGSTOP))
+        once(owner, executor._sequences._joining, "prepare", lambda: signal_joiner(owner, 3, signal.SIGSTOP))
         executor.scale(4, reason="test")
         await executor.settled(deadline_s=40)
         assert [r.outcome for r in owner.reports if r.kind != "form"] == ["rolled-back", "committed"]
@@ -124,7 +124,7 @@ async def test_a_death_while_a_joiner_hangs_is_covered_at_once(checkpoint: Path,
             signal_joiner(owner, 3, signal.SIGSTOP)
             asyncio.get_running_loop().call_later(0.3, owner.signal, 2, signal.SIGKILL)
 
-        once(owner, executor._sequences, "_prepare_all", hang)
+        once(owner, executor._sequences._joining, "prepare", hang)
         executor.scale(4, reason="test")
         await until(lambda: any(r.kind == "loss" for r in owner.reports), 20)
         loss = next(r for r in owner.reports if r.kind == "loss")

@@ -133,6 +133,18 @@ async def test_a_spare_takes_the_place_of_a_dead_rank_and_another_takes_its_own(
         assert f"pid {owner.member(2).pid}" in log
 
 
+async def test_no_process_starts_beside_a_group_that_changes(
+    checkpoint: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.controller.spares.CALM_S", 3600.0)
+    async with group(config(checkpoint, run_dir, 1)) as owner:
+        await owner.stand_by()
+        await owner.killed(1)
+        (spare,) = owner.spares()
+        assert (spare.state, spare.pid) == ("absent", 0)
+        assert not list(owner.executor.config.root.glob("spare-*.sock*"))
+
+
 async def test_two_deaths_with_one_spare_are_refilled_by_it_and_a_new_process(checkpoint: Path, run_dir: Path) -> None:
     async with group(config(checkpoint, run_dir, 1)) as owner:
         want = await owner.answers()

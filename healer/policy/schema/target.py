@@ -72,7 +72,7 @@ class Target(Model):
     """GPU index of each slot, repeated as needed; empty: slots in turn over the visible GPUs. For nixl-ep only."""
     spares: Annotated[int, Field(ge=0, le=1024)] = 0
     """Booted processes without a rank on each host: a replacement starts at loading weights. Each costs a process's
-    memory, and on a GPU a context."""
+    memory, and on a GPU a context. One that was used is replaced when the group has not changed for 5 s."""
     spare_gpus: Annotated[tuple[CountOrZero, ...], Listed] = ()
     """GPU index of each spare, repeated as needed; empty: spare k is on the GPU of slot k. For nixl-ep only."""
     slot_labels: Annotated[tuple[SlotLabels, ...], Listed] = ()
