@@ -2,6 +2,8 @@
 #
 #   make demo                                   form a group, kill a rank under traffic, show how it healed
 #   make test    PYTEST_ARGS="-k placement"     the tests
+#   make chaos   SUBSET=ci                       every fear as a scenario, under load; SUBSET=ci: 3 minutes of them
+#   make chaos-long HOURS=1 SEED=1              random faults for hours, minimised where one does harm
 #   make bench                                  20 faults measured, written to docs/results/bench-cpu.json
 #   make bench-gpu                              kills, refills, scaling and baselines on NVIDIA GPUs; see docs/results
 #   make bench-autoscale                        load rules in a closed loop, written to docs/results/autoscale.md
@@ -23,7 +25,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help demo test test-vllm vllm-env lint bench bench-autoscale bench-gpu bench-placement clean
+.PHONY: help demo test test-vllm vllm-env lint chaos chaos-long bench bench-autoscale bench-gpu bench-placement clean
 .NOTPARALLEL:
 
 help:
@@ -60,6 +62,15 @@ bench: $(VENV)/.embedded
 GPU_PYTHON ?= $(BIN)/python
 bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.embedded)
 	@$(GPU_PYTHON) -m chaos.gpu_bench $(BENCH_ARGS)
+
+CHAOS_OUT ?= chaos-runs/last
+chaos: $(VENV)/.embedded
+	$(BIN)/healer-chaos run $(if $(SUBSET),--subset $(SUBSET)) --out $(CHAOS_OUT) $(CHAOS_ARGS)
+
+HOURS ?= 1
+SEED ?= 1
+chaos-long: $(VENV)/.embedded
+	$(BIN)/healer-chaos run --random --hours $(HOURS) --seed $(SEED) --out $(CHAOS_OUT) $(CHAOS_ARGS)
 
 bench-autoscale: $(VENV)/.dev
 	@$(BIN)/python -m chaos.closed_loop $(BENCH_ARGS)

@@ -7,6 +7,7 @@ rank, and the client sees a pause.
 
     config      the daemon's file, checked as a whole
     pool        the ranks, who takes a request, and the wait for one that does
+    foreign     what a rank sent that may be anything, read within bounds
     probe       what a rank says of itself: alive, gate, load
     plan        what a request asks, and whether its answer can be continued elsewhere: pure
     transcript  the answer so far, and where another rank takes it up: pure

@@ -17,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from elastic.gateway.envelope import error_response, read_body
 from elastic.gateway.schema import ApiError
 from healer.router import upstream
 from healer.router.attempts import Next, Tracked, over_ranks
@@ -37,21 +38,6 @@ OUTCOME_OF = {429: "busy", 503: "unavailable", 400: "invalid", 413: "invalid"}
 
 class ClientGone(Exception):
     """The client does not read, or has closed the connection."""
-
-
-def error_response(error: ApiError) -> Response:
-    return Response(error.body(), error.status, error.headers(), "application/json")
-
-
-async def read_body(http: HttpRequest, max_bytes: int) -> bytes:
-    """Raises ApiError 413, ClientDisconnect."""
-    parts, size = [], 0
-    async for part in http.stream():
-        parts.append(part)
-        size += len(part)
-        if size > max_bytes:
-            raise ApiError(413, f"the body is above {max_bytes} bytes", code="body_too_large")
-    return b"".join(parts)
 
 
 def allowed_s(headers: Mapping[str, str], most_s: float) -> float:
@@ -275,7 +261,7 @@ class Answer(Response):
             async with self._opened(rank) as response:
                 body = await upstream.read_whole(response, self._pool.limits.max_answer_bytes)
                 if b'"abort"' in body:
-                    _refuse_abort(msgspec.json.decode(body))
+                    _refuse_abort(upstream.read_chunk(body))
                 found = upstream.returned(response.headers), body
 
         await over_ranks(self._pool, deadline, once, lambda lost: self._again(reply, lost))

@@ -1,7 +1,6 @@
 """The HTTP routes. Every error, also for an unknown path, has the envelope of the OpenAI API. vLLM's own control endpoints
 (scaling, pause, faults) are not reachable through here."""
 
-import msgspec
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -10,8 +9,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from elastic.gateway.envelope import crashed, error_response, http_error, json_response
 from elastic.gateway.schema import ApiError
-from healer.router.answer import answer, error_response
+from healer.router.answer import answer
 from healer.router.plan import Kind
 from healer.router.pool import RETRY_UNAVAILABLE_S, Pool, Rank
 from healer.router.proxy import passage
@@ -34,22 +34,22 @@ def create_app(pool: Pool) -> Starlette:
         return await passage(pool, request)
 
     async def livez(_: Request) -> Response:
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def readyz(_: Request) -> Response:
         if pool.closing:
             return _unready("closing")
-        return _json(_status(pool)) if pool.admitting else _unready("no rank takes requests")
+        return json_response(_status(pool)) if pool.admitting else _unready("no rank takes requests")
 
     async def readyz_slot(request: Request) -> Response:
         slot = request.path_params["slot"]
         rank = pool.slot(slot)
         if rank is None:
             return error_response(ApiError(404, f"slot {slot} is not in the file", code="not_found"))
-        return _json(_rank(rank)) if rank.open else _unready("takes no requests", **_rank(rank))
+        return json_response(_rank(rank)) if rank.open else _unready("takes no requests", **_rank(rank))
 
     async def status(_: Request) -> Response:
-        return _json(_status(pool))
+        return json_response(_status(pool))
 
     async def metrics(_: Request) -> Response:
         pool.update_gauges()
@@ -67,7 +67,7 @@ def create_app(pool: Pool) -> Starlette:
             Route("/status", status),
             Route("/metrics", metrics),
         ],
-        exception_handlers={HTTPException: _http_error, ClientDisconnect: _left, Exception: _crash},
+        exception_handlers={HTTPException: http_error, ClientDisconnect: _left, Exception: crashed("router", log)},
     )
 
 
@@ -96,23 +96,8 @@ def _status(pool: Pool) -> dict[str, object]:
 
 
 def _unready(why: str, **more: object) -> Response:
-    return _json({"status": why, **more}, 503, {"retry-after": str(RETRY_UNAVAILABLE_S)})
-
-
-def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, "application/json")
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return error_response(ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else None))
+    return json_response({"status": why, **more}, 503, {"retry-after": str(RETRY_UNAVAILABLE_S)})
 
 
 async def _left(request: Request, error: Exception) -> Response:
     return Response(status_code=400)
-
-
-async def _crash(request: Request, error: Exception) -> Response:
-    log.error("request_crashed", path=request.url.path, exc_info=error)
-    return error_response(ApiError(500, "the router failed on this request; its log says why", code="internal_error"))

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from elastic.gateway.schema import INT64
+from healer.router.foreign import UNREADABLE
 
 Body = dict[str, Any]
 
@@ -115,7 +116,7 @@ def read_request(kind: Kind, raw: bytes) -> Request:
     """A body that vLLM will refuse is no error here: it is passed on, and the refusal back."""
     try:
         body = msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNREADABLE:
         body = None
     if not isinstance(body, dict):
         return Request(kind, {}, raw, False, "the body is no JSON object")

@@ -1,11 +1,16 @@
 """What one rank says of itself. /health knows a dead engine, /metrics knows a shut gate: vLLM answers 200 on the one while
 it scales or is retired, and 503 on the other."""
 
+import asyncio
 from enum import StrEnum
 
 import httpx
 import msgspec
 
+from healer.router.foreign import TooLong, read_answer
+
+MAX_BYTES = 8 << 20
+"""Of metrics; those of a large deployment take some hundred kB."""
 PROBE_DEADLINE_S = 2.0
 RUNNING, WAITING = b"vllm:num_requests_running", b"vllm:num_requests_waiting"
 
@@ -31,16 +36,26 @@ class Seen(msgspec.Struct, frozen=True):
 async def look(client: httpx.AsyncClient) -> Seen:
     """Never raises for what a server does."""
     try:
-        health = await client.get("/health", timeout=PROBE_DEADLINE_S)
-        if health.status_code != 200:
+        health, _ = await _get(client, "/health")
+        if health != 200:
             return Seen(Reach.DOWN)
-        metrics = await client.get("/metrics", timeout=PROBE_DEADLINE_S)
-    except httpx.HTTPError:
+        status, text = await _get(client, "/metrics")
+    except (httpx.HTTPError, TimeoutError, TooLong):
         return Seen(Reach.DOWN)
-    if metrics.status_code == 503:
+    if status == 503:
         return Seen(Reach.SHUT)
-    running, waiting = parse_load(metrics.content) if metrics.status_code == 200 else (0, 0)
+    running, waiting = parse_load(text) if status == 200 else (0, 0)
     return Seen(Reach.OPEN, running, waiting)
+
+
+async def _get(client: httpx.AsyncClient, path: str) -> tuple[int, bytes]:
+    """The whole of it within the deadline, however slowly it comes."""
+    headers = {"accept-encoding": "identity"}
+    async with (
+        asyncio.timeout(PROBE_DEADLINE_S),
+        client.stream("GET", path, headers=headers, timeout=PROBE_DEADLINE_S) as response,
+    ):
+        return response.status_code, await read_answer(response, MAX_BYTES)
 
 
 def parse_load(text: bytes) -> tuple[int, int]:

@@ -9,9 +9,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from elastic.gateway.envelope import error_response, read_body
 from elastic.gateway.schema import ApiError
 from healer.router import upstream
-from healer.router.answer import OUTCOME_OF, ClientGone, Reply, allowed_s, error_response, read_body
+from healer.router.answer import OUTCOME_OF, ClientGone, Reply, allowed_s
 from healer.router.attempts import Next, over_ranks
 from healer.router.pool import Pool, Rank
 from healer.router.upstream import NOT_BEGUN, Lost, Refusal
@@ -69,7 +70,7 @@ class Passage(Response):
         ) as response:
             headers = upstream.returned(response.headers)
             await reply.start(response.status_code, headers)
-            async for part in response.aiter_bytes():
+            async for part in response.aiter_raw():
                 await reply.part(part)
         await reply.part(b"", more=False)
 

@@ -4,6 +4,7 @@ An undisturbed stream passes as it is, but for the token ids that the client did
 stream of /v1/completions whatever the client called, is put into the form of the stream that it continues.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -38,15 +39,17 @@ def read_delta(kind: Kind, chunk: Chunk) -> Delta | None:
     """Of a chunk of a stream with one answer; None for one without (usage). Raises ValueError for another shape."""
     try:
         choices = chunk["choices"]
+        if not isinstance(choices, list) or not isinstance(chunk.get("usage") or {}, dict):
+            raise ValueError("a chunk whose choices are no list, or its usage no object")
         if not choices:
             return None
         choice = choices[0]
         ids = tuple(choice.get("token_ids") or ())
         finish, stop_reason = choice.get("finish_reason"), choice.get("stop_reason")
         if kind is Kind.COMPLETION:
-            return Delta(choice["text"], ids, finish, stop_reason, choice.get("prompt_token_ids"))
+            return _sound(Delta(choice["text"], ids, finish, stop_reason, choice.get("prompt_token_ids")))
         delta = choice["delta"]
-        return Delta(
+        found = Delta(
             text=delta.get("content") or "",
             token_ids=ids,
             finish=finish,
@@ -55,8 +58,24 @@ def read_delta(kind: Kind, chunk: Chunk) -> Delta | None:
             beyond_text=bool(delta.get("reasoning") or delta.get("tool_calls")),
             role_only="role" in delta and not delta.get("content") and finish is None and not ids,
         )
+        if not isinstance(delta.get("reasoning") or "", str):
+            raise ValueError("a chunk whose reasoning is no text")
+        return _sound(found)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"a chunk without {error}") from None
+
+
+def _sound(delta: Delta) -> Delta:
+    """Raises ValueError for fields of other types than vLLM's."""
+    if not isinstance(delta.text, str) or not isinstance(delta.finish or "", str):
+        raise ValueError("a chunk whose text or finish_reason is no text")
+    if not isinstance(delta.prompt or [], list) or not _whole((*delta.token_ids, *(delta.prompt or ()))):
+        raise ValueError("a chunk whose token ids are no whole numbers")
+    return delta
+
+
+def _whole(values: Iterable[object]) -> bool:
+    return all(type(value) is int for value in values)
 
 
 def event(chunk: Chunk) -> bytes:

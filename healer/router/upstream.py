@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from healer.router.foreign import UNREADABLE, TooLong, read_answer
 from healer.router.pool import Rank
 from healer.router.probe import Reach
 from healer.router.shapes import Chunk
@@ -89,8 +90,8 @@ def forwarded(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def returned(headers: httpx.Headers) -> list[tuple[str, str]]:
-    """A rank's headers for the client. The body was decoded, and is framed anew."""
-    left_out = HOP_BY_HOP | {"content-length", "content-encoding", "date", "server"}
+    """A rank's headers for the client. The body is framed anew."""
+    left_out = HOP_BY_HOP | {"content-length", "date", "server"}
     return [(name, value) for name, value in headers.multi_items() if name.lower() not in left_out]
 
 
@@ -158,19 +159,16 @@ def judged(rank: Rank, response: httpx.Response, body: bytes) -> Lost | Refusal:
 
 async def read_whole(response: httpx.Response, max_bytes: int) -> bytes:
     """Raises Lost for a body above the limit."""
-    parts, size = [], 0
-    async for part in response.aiter_bytes():
-        parts.append(part)
-        size += len(part)
-        if size > max_bytes:
-            raise Lost(Cause.GARBLED, f"the answer is longer than {max_bytes} bytes")
-    return b"".join(parts)
+    try:
+        return await read_answer(response, max_bytes)
+    except TooLong as error:
+        raise Lost(Cause.GARBLED, str(error)) from None
 
 
 async def events(response: httpx.Response) -> AsyncIterator[bytes]:
     """The data of server-sent events, up to [DONE], which is the last one yielded. vLLM sends one line of data an event,
     and comments to keep connections alive. Raises Lost when the stream ends before it."""
-    held, parts = b"", response.aiter_bytes()
+    held, parts = b"", response.aiter_raw()
     async for part in parts:
         held += part
         if b"\n" not in part:
@@ -195,7 +193,7 @@ def read_chunk(data: bytes) -> Chunk:
     """Raises Lost for an error that is the rank's, Refusal for one that is the request's."""
     try:
         chunk = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise Lost(Cause.GARBLED, f"an event that is no JSON: {error}") from None
     if not isinstance(chunk, dict):
         raise Lost(Cause.GARBLED, "an event that is no JSON object")
@@ -221,7 +219,8 @@ async def context_length(rank: Rank, model: Any, headers: Mapping[str, str]) -> 
     """`max_model_len` of a model, or of the first that the rank names. Raises Lost, Refusal."""
     async with opened(rank, "/v1/models", b"", headers, silence_s=DETOKENIZE_DEADLINE_S, method="GET") as response:
         models = _field(await read_whole(response, MAX_EVENT_BYTES), "data")
-    known = [one for one in models if isinstance(one, dict) and isinstance(one.get("max_model_len"), int)]
+    listed = models if isinstance(models, list) else []
+    known = [one for one in listed if isinstance(one, dict) and isinstance(one.get("max_model_len"), int)]
     if not known:
         raise Lost(Cause.GARBLED, f"{rank.id}: /v1/models names no max_model_len")
     named = next((one for one in known if one.get("id") == model), known[0])
@@ -231,7 +230,7 @@ async def context_length(rank: Rank, model: Any, headers: Mapping[str, str]) -> 
 def _field(body: bytes, name: str) -> Any:
     try:
         return msgspec.json.decode(body)[name]
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError):
+    except (*UNREADABLE, KeyError, TypeError):
         raise Lost(Cause.GARBLED, f"an answer without {name!r}") from None
 
 

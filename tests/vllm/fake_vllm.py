@@ -4,10 +4,15 @@ an engine behind. Ranks of one group meet in the folder FAKE_VLLM: who is there,
 
     hang        completions wait         wrong       other tokens             abort       200 with finish_reason abort
     unhealthy   fault status unhealthy   stale       retry says healthy, and answers wrongly
+    late        as stale, from the second answer on; mute: as stale, and answers nothing
     wedged      503 "scaling" for ever   half        retry leaves this rank unhealthy
     no_boot     ends at start            refuse      400 for a scaling        fail        the commit fails, gates stay shut
+    late_drain  as fail, with status 408
     stuck_commit  a fault within the commit, told in the log only; it never ends
     deaf        closes its port when its engine dies, and ignores SIGTERM
+
+With a file `pr46370` among them the ranks speak fault tolerance as pull request 46370 has it, and hold its rules: `broken_rules`
+names those that were not kept. `cannot_remove` lets `scale_down` fail, `hang_remove` never end.
 """
 
 # ruff: noqa: ASYNC110, ASYNC251
@@ -72,7 +77,9 @@ class Rank:
         self.scaling = {"is_scaling_elastic_ep": False, "phase": "idle", "epoch": None, "error": None}
         self.scaling["requested_data_parallel_size"] = None
         self.closing = asyncio.Event()
-        self.retried = False
+        self.retried, self.answers = False, 0
+        self.unhealthy, self.removed = False, set[int]()
+        self.last: dict[str, str] = {}
 
     def child(self, title: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([title, *SLEEP], executable=sys.executable)
@@ -83,17 +90,26 @@ class Rank:
 
     def others(self) -> list[str]:
         """States of all engines of the group."""
-        return [state_of(int(str(get(f"ranks/{r}", 0)))) for r in range(self.size)]
+        there = (r for r in range(self.size) if r not in self.removed)
+        return [state_of(int(str(get(f"ranks/{r}", 0)))) for r in there]
 
     async def generate(self, body: dict) -> tuple[int, object]:
         self.running += 1
         try:
-            states = self.others
-            while fault("hang") or any(s in "TtZX" for s in states()):
+            while (
+                fault("hang")
+                or (self.retried and fault("mute"))
+                or self.unhealthy
+                or any(s in "TtZX" for s in self.others())
+            ):
+                if fault("pr46370") and not self.unhealthy and any(s in "ZX" for s in self.others()):
+                    self.unhealthy = True
+                    return 200, {"choices": [{"index": 0, "text": "", "finish_reason": "abort", "token_ids": []}]}
                 await asyncio.sleep(0.02)
             prompt, count = body["prompt"], body["max_tokens"]
             start = zlib.crc32(bytes(str(list(prompt[:16])), "ascii"))
-            bend = 1 if fault("wrong") or (self.retried and fault("stale")) else 0
+            self.answers += self.retried
+            bend = fault("wrong") or (self.retried and fault("stale")) or (self.answers > 1 and fault("late"))
             ids = [2 + (start + at + bend) % 90 for at in range(count)]
             finish = "length"
             if fault("abort"):
@@ -124,9 +140,10 @@ class Rank:
             if RANK == 1:
                 print("[FT] Engine 1 status -> UNHEALTHY:", flush=True)
             await asyncio.sleep(0.1)
-        if fault("fail"):
+        if fault("fail") or fault("late_drain"):
             self.scaling |= {"phase": "failed", "is_scaling_elastic_ep": False, "error": "injected"}
-            return 500, {"error": {"message": "Scale failed", "type": "x", "param": None, "code": 500}}
+            status = 408 if fault("late_drain") else 500
+            return status, {"error": {"message": "Scale failed", "type": "x", "param": None, "code": status}}
         put(f"committed/{epoch}/{RANK}", size)
         if RANK == 0:
             put("epochs", int(epoch, 16))
@@ -161,12 +178,16 @@ class Rank:
             label = f'{{engine="{RANK}",model_name="m"}}'
             text = f"vllm:num_requests_running{label} {self.running}.0\nvllm:num_requests_waiting{label} 0.0\n"
             return 200, f"{text}vllm:generation_tokens_total{label} {self.generated}.0\n"
+        if "/fault_tolerance/" in path and fault("pr46370"):
+            return await self.fault_tolerance(path, body)
         if path == "/fault_tolerance/status":
             dead = any(s in "ZX" for s in self.others()) and self.running
             sick = dead or (fault("unhealthy") and not (self.retried and not fault("half")))
             engine = {"id": RANK, "status": "unhealthy" if sick else "healthy"}
             return 200, {"schema_version": 1, "total_engines": 1, "engines": [engine]}
         if path == "/fault_tolerance/apply":
+            if not isinstance(body, dict) or body.get("instruction") != "retry":
+                return 400, {"error": {"message": "Invalid instruction.", "code": 400}}
             self.retried = True
             put(f"retries/{RANK}", int(get(f"retries/{RANK}", 0)) + 1)  # type: ignore[call-overload]
             return 202, {"message": "Request accepted", "request_id": "x"}
@@ -177,6 +198,44 @@ class Rank:
         if path == "/v1/completions" and isinstance(body, dict):
             return await self.generate(body)
         return 404, {"detail": "Not Found"}
+
+    async def fault_tolerance(self, path: str, body: object) -> tuple[int, object]:
+        if not path.startswith("/v1"):
+            return 404, {"detail": "Not Found"}
+        if path.endswith("status"):
+            engine = {"id": RANK, "status": "unhealthy" if self.unhealthy else "healthy", **self.last}
+            if self.unhealthy:
+                engine |= {"mask": [int(s in "ZX") for s in self.others()], "fault_info": "RuntimeError"}
+            return 200, {"schema_version": 1, "total_engines": 1, "engines": [engine]}
+        assert isinstance(body, dict)
+        if body["instruction"] not in ("retry", "scale_down"):
+            return 400, {"error": {"message": f"Invalid instruction: '{body['instruction']}'.", "code": 400}}
+        if not body.get("request_id"):
+            return 400, {"error": {"message": "'request_id' must be a non-empty string.", "code": 400}}
+        asyncio.get_running_loop().create_task(self.apply(body))
+        return 202, {"message": "Request accepted", "request_id": body["request_id"]}
+
+    async def apply(self, body: dict) -> None:
+        name, params = body["request_id"], body["params"]
+        gone = set(params.get("removed_dp_ranks", []))
+        alive = [r for r in gone if state_of(int(str(get(f"ranks/{r}", 0)))) not in "ZX"]
+        rules = {
+            "status is HEALTHY": not self.unhealthy,
+            "ranks live": bool(alive),
+            "wrong ranks": body["instruction"] == "scale_down"
+            and (not gone or RANK in gone or not gone - self.removed),
+            "no store": 0 in gone and not {"dp_master_ip", "dp_store_port"} <= params.keys(),
+        }
+        if broken := [rule for rule, held in rules.items() if held] or (["injected"] if fault("cannot_remove") else []):
+            put(f"broken_rules/{RANK}", broken)
+            self.last = {"last_ft_request_id": name, "ft_error": broken[0]}
+            return
+        put(f"rounds/{name}/{RANK}", sorted(gone))
+        rest = [r for r in range(self.size) if r not in gone | self.removed]
+        while any(get(f"rounds/{name}/{r}") != sorted(gone) for r in rest) or fault("hang_remove"):
+            await asyncio.sleep(0.02)
+        self.removed |= gone
+        self.unhealthy, self.last = False, {"last_ft_request_id": name}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

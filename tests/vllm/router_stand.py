@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,14 @@ import httpx
 
 from healer.router.files import Announcement
 from healer.router.server import Router
-from tests.vllm.router_fakes import MODEL, FakeRank
+from tests.vllm.router_fakes import MODEL, FakeRank, right_text
 
 DEADLINE_S = 10.0
+COMPLETIONS = "/v1/completions"
+PROMPT = "a prompt of more than eight tokens"
+RIGHT = right_text(PROMPT.encode(), 20)
+BODY = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+"""RIGHT is its answer."""
 
 
 class Stand:
@@ -104,6 +109,14 @@ async def until(condition: Callable[[], Any], *, deadline_s: float = DEADLINE_S)
             await asyncio.sleep(0.005)
 
 
+async def text_of(stand: Stand) -> str:
+    """Of BODY, asked through the router."""
+    answer = await stand.client.post(COMPLETIONS, json=BODY)
+    assert answer.status_code == 200, answer.text
+    said: str = answer.json()["choices"][0]["text"]
+    return said
+
+
 class Streamed:
     """What a client made of a stream."""
 
@@ -159,3 +172,7 @@ async def streaming(
                     continue
                 got.take(line)
                 yield got
+
+
+Start = Callable[..., Awaitable[Stand]]
+"""The fixture `start`: a router with so many ranks and such settings, ended behind the test."""

@@ -32,7 +32,8 @@ spec:
     executable: {folder}/vllm
     model: m
     basePort: {port}
-    args: [--enable-elastic-ep, --enable-expert-parallel, --enable-eplb, --elastic-ep-max-dp-size, "4", --enable-fault-tolerance]
+    args: [--enable-elastic-ep, --enable-expert-parallel, --enable-eplb, --elastic-ep-max-dp-size, "4", --enable-fault-tolerance,
+      --eplb-config, '{{"num_redundant_experts": 8}}']
     env: {{FAKE_VLLM: {folder}/group, VLLM_SERVER_DEV_MODE: "1"}}
     gateway: {{port: 0}}
     canary: {{interval: 1s, deadline: 2s}}
@@ -50,7 +51,7 @@ def free_base() -> int:
 class Stand:
     def __init__(self, folder: Path, ranks: int = 2) -> None:
         self.folder = folder
-        (folder / "group/faults").mkdir(parents=True)
+        (folder / "group/faults").mkdir(parents=True, exist_ok=True)
         script = folder / "vllm"
         script.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {FAKE} "$@"\n')
         script.chmod(0o755)

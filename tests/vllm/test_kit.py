@@ -1,6 +1,7 @@
 """The parts of chaos/vllm_cpu that can be run without vLLM."""
 
 import importlib.util
+import re
 import subprocess
 import threading
 from pathlib import Path
@@ -65,6 +66,14 @@ def test_the_tiny_model_has_a_tokenizer_of_its_own(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(tmp_path / "m/tokenizer.json"))
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert (tmp_path / "m/config.json").exists()
+
+
+def test_every_plugin_that_the_recipe_names_is_there_and_can_be_registered() -> None:
+    named = re.findall(r"(\w+):(\w+)", re.search(r"for plugin in (.*); do", MAKE.read_text())[1])  # type: ignore[index]
+    assert len(named) == 2
+    for module, folder in named:
+        text = (MAKE.parent / "plugins" / folder / f"{module}.py").read_text()
+        assert "\ndef register() -> None:" in text
 
 
 def test_the_recipe_says_how_it_is_called_and_is_sound_shell() -> None:

@@ -92,6 +92,52 @@ def test_a_rank_that_is_lost_ends_in_a_restart_never_in_a_scaling() -> None:
     assert (step.do, step.slots) == (Do.RESTART, (1,))
 
 
+def three(lost: dict[int, str], *changed: RankFacts, **changes: Any) -> Facts:
+    """Three ranks of a vLLM that goes on without dead ones."""
+    ranks = {one.held.slot: one for one in (rank(0), rank(1), rank(2), *changed)}
+    return facts(*ranks.values(), lost=lost, **({"can_remove": True, "least_ranks": 2} | changes))
+
+
+def test_a_vllm_that_knows_how_to_goes_on_without_a_lost_rank() -> None:
+    step = decide(three({1: "process-death"}, rank(1, alive=False)))
+    assert (step.do, step.slots) == (Do.REMOVE, (1,))
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (three({1: "x"}, can_remove=False), "has no scale_down"),
+        (three({1: "x"}, scaled=True), "the size has changed"),
+        (three({1: "x"}, least_ranks=3), "2 ranks are left, 3 are needed"),
+        (three({1: "x", 2: "x"}), "1 ranks are left, 2 are needed"),
+        (three({1: "x"}, can_retry=False), "prefix caches"),
+        (three({1: "x"}, rank(2, alive=False)), "slots [2] are not sound either"),
+        (three({1: "x"}, rank(0, sticky=True)), "slots [0] are not sound either"),
+        (three({1: "x"}, rank(0, look={"health": False})), "slots [0] are not sound either"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_removal_that_cannot_work_is_not_tried(found: Facts, told: str) -> None:
+    step = decide(found)
+    assert step.do == Do.RESTART
+    assert told in step.why
+
+
+def test_after_a_removal_the_size_changes_by_a_restart_at_a_quiet_moment_only() -> None:
+    short: dict[str, Any] = {"target": (0, 1, 2), "removed": True}
+    busy = facts(rank(0), rank(2), **short)
+    assert decide(busy).do == Do.NOTHING
+    idle, just = {"idle_since": NOW - 60.0}, {"idle_since": NOW - 59.0}
+    for other in ({}, just):
+        assert decide(facts(rank(0, **idle), rank(2, **other), **short)).do == Do.NOTHING, "one of them served lately"
+    step = decide(facts(rank(0, **idle), rank(2, **idle), **short))
+    assert (step.do, step.slots) == (Do.RESTART, (0, 1, 2))
+    larger = facts(rank(0), rank(2), target=(0, 1, 2, 3), removed=True)
+    assert decide(larger).do == Do.NOTHING, "a load rule asks for more just when all are served"
+    smaller = facts(rank(0), rank(2), rank(3), target=(0, 2), removed=True)
+    assert decide(smaller).do == Do.NOTHING, "never a scaling of vLLM's own"
+
+
 def test_a_fault_that_every_engine_met_is_retried_once() -> None:
     group = (sick(0), sick(1))
     assert decide(facts(*group)).do == Do.RETRY

@@ -103,13 +103,14 @@ async def test_a_transient_fault_is_retried_on_every_rank_in_one_round(tmp_path:
         assert stand.incarnations() == {0: 1, 1: 1}, "their requests are lost, so they count as new"
 
 
-async def test_healthy_after_a_retry_is_not_believed_without_the_right_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lie", ["stale_1", "late_1", "mute_1"], ids=["wrong", "wrong the second time", "nothing"])
+async def test_healthy_after_a_retry_is_not_believed_without_the_right_tokens_twice(tmp_path: Path, lie: str) -> None:
     async with standing(tmp_path) as stand:
-        stand.fault("stale_1")
+        stand.fault(lie)
         stand.fault("unhealthy")
         await stand.until(lambda: stand.reports("loss"))
         stand.fault("unhealthy", on=False)
-        stand.fault("stale_1", on=False)
+        stand.fault(lie, on=False)
         await stand.until(lambda: len(stand.reports("loss")) == 2)
         assert [r.outcome for r in stand.reports("loss")] == ["failed", "committed"]
         await stand.serves(0, 1)
@@ -144,12 +145,15 @@ async def test_a_wedged_gate_is_not_waited_for_for_ever(tmp_path: Path) -> None:
         await stand.until(lambda: stand.incarnations() == {0: 1, 1: 1})
 
 
-async def test_a_failed_commit_which_leaves_503_for_ever_ends_in_a_restart_at_the_wanted_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize("failure", ["fail", "late_drain"], ids=["500", "408"])
+async def test_a_failed_commit_which_leaves_503_for_ever_ends_in_a_restart_at_the_wanted_size(
+    tmp_path: Path, failure: str
+) -> None:
     async with standing(tmp_path) as stand:
-        stand.fault("fail")
+        stand.fault(failure)
         stand.target.scale(3, reason="test")
         await stand.until(lambda: stand.target.group.machine.state == State.RESTARTING)
-        stand.fault("fail", on=False)
+        stand.fault(failure, on=False)
         stand.clean()
         await stand.serves(0, 1, 2)
         assert [r.outcome for r in stand.reports("join")] == ["failed"]

@@ -17,7 +17,7 @@ from tests.vllm.real import ENVIRONMENT, Clients, Deployment, deployed
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(2400),
     pytest.mark.skipif(
         not (ENVIRONMENT / "overlay033").is_dir(), reason="VLLM_CPU names no environment; make vllm-env"
     ),
@@ -87,10 +87,24 @@ async def test_a_transient_fault_is_retried_without_a_restart(group: Deployment)
     assert pids == [group.pid(slot, Part.ENGINE) for slot in (0, 1)]
 
 
+PARTS = [(slot, part) for slot in (0, 1) for part in (Part.API, Part.ENGINE, Part.WORKER)] + [(0, Part.COORDINATOR)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("slot", "part"), [(0, Part.API), (1, Part.WORKER), (0, Part.COORDINATOR)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("slot", "part"), PARTS, ids=str)
+async def test_a_killed_part_of_any_rank_is_healed_and_no_client_sees_it(
+    group: Deployment, slot: int, part: Part
+) -> None:
+    before = group.incarnations()
+    async with (await served(group)).running() as clients:
+        await asyncio.sleep(2.0)
+        group.kill(slot, part)
+        print(f"{part} {slot} healed in {await healed(group, before):.1f} s")
+    nothing_lost(clients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("slot", "part"), [(0, Part.API), (1, Part.WORKER), (0, Part.COORDINATOR)], ids=str)
 async def test_an_idle_group_notices_a_death_that_vllm_does_not_tell(group: Deployment, slot: int, part: Part) -> None:
     before = group.incarnations()
     group.kill(slot, part)
@@ -98,13 +112,13 @@ async def test_an_idle_group_notices_a_death_that_vllm_does_not_tell(group: Depl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [Part.API, Part.ENGINE, Part.WORKER])
-async def test_a_stopped_process_is_found_while_health_stays_200(group: Deployment, part: Part) -> None:
+@pytest.mark.parametrize(("slot", "part"), PARTS[:-1], ids=str)
+async def test_a_stopped_process_is_found_while_health_stays_200(group: Deployment, slot: int, part: Part) -> None:
     before = group.incarnations()
     async with (await served(group)).running() as clients:
         await asyncio.sleep(2.0)
-        stopped = group.kill(1, part, signal.SIGSTOP)
-        print(f"healed in {await healed(group, before):.1f} s")
+        stopped = group.kill(slot, part, signal.SIGSTOP)
+        print(f"{part} {slot} healed in {await healed(group, before):.1f} s")
     nothing_lost(clients)
     assert not Path(f"/proc/{stopped}").exists(), "it was left behind"
 
@@ -119,16 +133,70 @@ async def test_four_ranks_and_back_to_two(group: Deployment) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["prepare_reconfiguration", "commit_scale_up"])
-async def test_a_fault_within_a_scaling_ends_in_a_healthy_group_of_the_wanted_size(
-    group: Deployment, method: str
+@pytest.mark.parametrize(
+    ("fault", "rank"),
+    [
+        ("raise", "prepare_reconfiguration_rank0"),
+        ("raise", "prepare_reconfiguration_rank1"),
+        ("hang", "prepare_reconfiguration_rank1"),
+        ("raise", "prepare_new_worker_rank2"),
+        ("raise", "warmup_new_worker_rank2"),
+        ("raise", "commit_scale_up_rank0"),
+        ("raise", "commit_scale_up_rank1"),
+        ("hang", "commit_scale_up_rank1"),
+        ("raise", "commit_scale_up_rank2"),
+    ],
+    ids=str,
+)
+async def test_a_fault_within_growing_ends_in_a_healthy_group_of_the_wanted_size(
+    group: Deployment, fault: str, rank: str
 ) -> None:
     before = group.incarnations()
-    group.fault(f"raise_eep_{method}_rank1")
+    armed = group.fault(f"{fault}_eep_{rank}")
+    async with (await served(group)).running() as clients:
+        await asyncio.to_thread(group.scale, 3)
+        try:
+            # a fault that only a joiner meets may be over with the joiner, and the others go on as they are
+            await asyncio.to_thread(group.healthy, 3)
+        finally:
+            armed.unlink(missing_ok=True)
+        print(f"{fault} {rank}: {before} became {group.incarnations()}")
+        await asyncio.to_thread(group.scale, 2)
+        await asyncio.to_thread(group.healthy, 2)
+    nothing_lost(clients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["raise", "hang"])
+async def test_a_fault_within_shrinking_ends_in_a_healthy_group_of_the_wanted_size(
+    group: Deployment, fault: str
+) -> None:
     await asyncio.to_thread(group.scale, 3)
-    await healed(group, before, ranks=3)
-    await asyncio.to_thread(group.scale, 2)
-    await asyncio.to_thread(group.healthy, 2)
+    await asyncio.to_thread(group.healthy, 3)
+    armed = group.fault(f"{fault}_eep_commit_scale_down_rank1")
+    async with (await served(group)).running() as clients:
+        await asyncio.to_thread(group.scale, 2)
+        try:
+            await asyncio.to_thread(group.healthy, 2)
+        finally:
+            armed.unlink(missing_ok=True)
+    nothing_lost(clients)
+
+
+@pytest.mark.slow
+async def test_a_joiner_that_is_killed_while_the_group_prepares_leaves_no_group_that_waits_for_it(
+    group: Deployment,
+) -> None:
+    armed = group.fault("hang_eep_prepare_new_worker_rank2")
+    async with (await served(group)).running() as clients:
+        await asyncio.to_thread(group.scale, 3)
+        await asyncio.to_thread(group.until, lambda _: group.phase() == "preparing")
+        group.kill(2, Part.ENGINE)
+        armed.unlink()
+        await asyncio.to_thread(group.healthy, 3)
+        await asyncio.to_thread(group.scale, 2)
+        await asyncio.to_thread(group.healthy, 2)
+    nothing_lost(clients)
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ keep to it is in `docs/vllm.md`; nothing here imports vLLM.
     watch, polling, signals     since when a rank is how, and that as the events of healer's senses
     machine, plan               the states of the group, and what is to be done next: pure
     group, adopt                the picture of the group, and how a new daemon gets it
-    sequences, scaling, record  what is done to the group
+    sequences, scaling, recovery, proof, record
+                                what is done to the group, and what counts as success
     state, router               what outlives the daemon: a file, and the router's process
     target, ray                 behind `healer.targets.Target`: one server for each rank, or one for all
 """

@@ -6,7 +6,7 @@ import structlog
 
 from elastic import process
 from elastic.errors import ElasticError
-from healer.targets.vllm import commands, processes, sequences
+from healer.targets.vllm import commands, processes, proof
 from healer.targets.vllm import state as files
 from healer.targets.vllm.endpoints import Endpoints, Phase
 from healer.targets.vllm.group import Group
@@ -28,9 +28,13 @@ async def adopt(group: Group) -> bool:
         return await _attach(group)
     if known is None:
         return False
-    group.redundant = known.redundant
+    if known.removing:
+        # the survivors wait for an instruction, or are half through it: nobody can tell
+        await group.starter.fence(known.ranks)
+        return False
+    group.redundant, group.removed = known.redundant, known.removed
     group.rpc_port, group.scaled, group.reference = known.rpc_port, known.scaled, known.reference
-    group.launch_size = max(1, sum(h.role == Role.LIVE for h in known.ranks))
+    group.launch_size = known.launch_size or max(1, sum(h.role == Role.LIVE for h in known.ranks))
     living = [h for h in known.ranks if process.is_alive(h.pid, h.pid_start)]
     if not any(h.role == Role.LIVE for h in living):
         # sessions without their leader too
@@ -124,8 +128,9 @@ async def prove(group: Group) -> None:
     epochs = {r.look.scaling.epoch for r in group.live() if r.look and r.look.scaling and r.look.scaling.epoch}
     group.vllm_epoch = next(iter(epochs), None) if len(epochs) <= 1 else None
     try:
-        await sequences.ready(group, [r for r in group.live() if r.alive], until)
+        await proof.ready(group, [r for r in group.live() if r.alive], until)
         if not group.reference:
-            sequences.take_reference(group)
-    except sequences.NotStarted as error:
+            proof.take_reference(group)
+        await proof.probe(group)
+    except proof.NotStarted as error:
         log.warning("adopted.unproven", why=str(error))

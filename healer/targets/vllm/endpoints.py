@@ -6,15 +6,18 @@ import asyncio
 import logging
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import httpx
 import msgspec
 
 from elastic.errors import ElasticError, Retryable
+from healer.router.foreign import UNREADABLE, TooLong, read_answer
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every question, several a second
 
+FAULT_PATHS = ("/fault_tolerance", "/v1/fault_tolerance")
+"""Of vLLM 0.33, and of pull request 46370."""
 MAX_ANSWER_BYTES = 8 << 20
 """The metrics of a large deployment take some hundred kB."""
 SHOWN_CHARS = 200
@@ -51,7 +54,8 @@ class Scaling(msgspec.Struct, frozen=True):
 
     is_scaling_elastic_ep: bool
     phase: Phase = Phase.IDLE
-    epoch: str | None = None
+    epoch: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]+$")] | None = None
+    """The number of the last scaling that was asked for, in hexadecimal digits."""
     error: str | None = None
     requested_data_parallel_size: int | None = None
 
@@ -77,6 +81,17 @@ class FaultStatus(msgspec.Struct, frozen=True):
     schema_version: int
     total_engines: int
     engines: tuple[Engine, ...]
+
+
+class Removal(msgspec.Struct, frozen=True):
+    """Dead DP ranks to go on without, as vLLM pull request 46370 has it. The same object goes to every survivor."""
+
+    request_id: str
+    """Of the round: it namespaces the keys that the survivors meet by."""
+    dp_ranks: tuple[int, ...]
+    """As they were numbered at the launch."""
+    master: tuple[str, int] | None = None
+    """Address and port for the store that ranks meet at; needed where rank 0, which has it, is among the dead."""
 
 
 class Gate(StrEnum):
@@ -105,16 +120,26 @@ class _Choices(msgspec.Struct):
     choices: list[_Choice]
 
 
+class _Success(msgspec.Struct):
+    success: bool
+
+
+class _Message(msgspec.Struct):
+    message: str
+
+
 class Endpoints:
     """Of one API server. Made in the event loop; `aclose` it."""
 
     def __init__(self, base: str, *, api_key: str = "", transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.base = base
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         # no proxy from the environment, and no CA bundle, which takes 15 ms to load: these are our own servers
         self._client = httpx.AsyncClient(
             base_url=base, headers=headers, trust_env=False, verify=base.startswith("https"), transport=transport
         )
+        self._faults: str | None = None
+        """Where fault tolerance is found: one of FAULT_PATHS, once a server has answered there."""
 
     async def aclose(self) -> None:
         await self._client.aclose()
@@ -143,29 +168,58 @@ class Endpoints:
     async def scale(self, size: int, *, deadline_s: float) -> str:
         """Ask for a size and wait to the end of its commit, which may take minutes. Returns the server's sentence.
 
-        Raises Refused with its words when it refused or failed, Retryable when it gave no answer in time: then
-        nobody knows, and `scaling` must be asked. Never to be sent while a rank is not known to be alive: it would wait
-        for that rank with its gate shut, and never open it again."""
+        Raises Refused with its words when it refused or failed, BadAnswer for 200 with other words than vLLM's, Retryable when
+        it gave no answer in time: then nobody knows, and `scaling` must be asked. Never to be sent while a rank is not known to
+        be alive: it would wait for that rank with its gate shut, and never open it again."""
         if isinstance(size, bool) or size < 1:
             raise ValueError(f"size {size!r}")  # vLLM takes true for 1
         status, body = await self._call("POST", "/scale_elastic_ep", {"new_data_parallel_size": size}, deadline_s)
         if status == 200:
-            return _message(body)
+            return self._decode("/scale_elastic_ep", status, body, _Message).message
         raise Refused(f"{self.base}: scale to {size} was refused with status {status}: {_message(body)}", status)
 
     async def fault_status(self, *, deadline_s: float) -> FaultStatus | None:
         """None: fault tolerance is off. Raises Retryable, BadAnswer."""
-        status, body = await self._call("GET", "/fault_tolerance/status", None, deadline_s)
-        if status == 404:
-            return None
-        return self._decode("/fault_tolerance/status", status, body, FaultStatus)
+        for prefix in FAULT_PATHS if self._faults is None else (self._faults,):
+            status, body = await self._call("GET", f"{prefix}/status", None, deadline_s)
+            if status != 404:
+                found = self._decode(f"{prefix}/status", status, body, FaultStatus)
+                self._faults = prefix
+                return found
+        if self._faults is not None:
+            raise BadAnswer(f"{self.base}{self._faults}/status: status 404, and it was there before")
+        return None
 
-    async def retry(self, *, deadline_s: float) -> None:
-        """Queue the instruction `retry`; whether it worked, only a served request shows. Raises ElasticError, Retryable."""
-        content = {"instruction": "retry", "params": {}}
-        status, body = await self._call("POST", "/fault_tolerance/apply", content, deadline_s)
+    async def retry(self, request_id: str, *, deadline_s: float) -> None:
+        """Queue the instruction `retry`; whether it worked, only a served request shows. `request_id`: the same for all ranks of
+        the round; stock 0.33 makes its own. Raises ElasticError, Retryable."""
+        await self._apply({"instruction": "retry", "params": {}, "request_id": request_id}, deadline_s)
+
+    async def can_remove(self, *, deadline_s: float) -> bool:
+        """Whether this server knows `scale_down`, asked with a request that every version refuses before it does anything: stock
+        0.33 for the instruction, pull request 46370 for the empty request id. Whatever else it answers counts as no.
+
+        To be sent while the engine is healthy: it then refuses a second time. Raises Retryable, BadAnswer."""
+        if self._faults is None and await self.fault_status(deadline_s=deadline_s) is None:
+            return False
+        content = {"instruction": "scale_down", "params": {"removed_dp_ranks": []}, "request_id": ""}
+        status, body = await self._call("POST", f"{self._faults}/apply", content, deadline_s)
+        return status == 400 and "request_id" in _message(body)
+
+    async def remove(self, removal: Removal, *, deadline_s: float) -> None:
+        """Queue the instruction `scale_down`. Only for a server that `can_remove`, whose engine says `unhealthy`, when the ranks
+        named are known to be dead. Raises ElasticError, Retryable: then this rank may wait for the others without end."""
+        params: dict[str, Any] = {"removed_dp_ranks": list(removal.dp_ranks)}
+        if removal.master is not None:
+            params |= {"dp_master_ip": removal.master[0], "dp_store_port": removal.master[1]}
+        content = {"instruction": "scale_down", "params": params, "request_id": removal.request_id}
+        await self._apply(content, deadline_s)
+
+    async def _apply(self, content: dict[str, Any], deadline_s: float) -> None:
+        status, body = await self._call("POST", f"{self._faults or FAULT_PATHS[0]}/apply", content, deadline_s)
         if status != 202:
-            raise ElasticError(f"{self.base}: retry was refused with status {status}: {_message(body)}")
+            instruction = content["instruction"]
+            raise ElasticError(f"{self.base}: {instruction} was refused with status {status}: {_message(body)}")
 
     async def reset_prefix_cache(self, *, deadline_s: float) -> bool:
         """False: blocks are still held, or the developer mode is off. Raises Retryable."""
@@ -173,10 +227,9 @@ class Endpoints:
         if status != 200:
             return False
         try:
-            answer = msgspec.json.decode(body) if body else {}
-        except msgspec.MsgspecError:
+            return msgspec.json.decode(body, type=_Success).success
+        except UNREADABLE:
             return False
-        return not isinstance(answer, dict) or answer.get("success", True) is True
 
     async def metrics(self, *, deadline_s: float) -> str:
         """Prometheus text. Raises Retryable, BadAnswer (503 during a commit)."""
@@ -223,25 +276,24 @@ class Endpoints:
             raise BadAnswer(f"{self.base}{path}: status {status}: {_message(body)}")
         try:
             return msgspec.json.decode(body, type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise BadAnswer(f"{self.base}{path}: not what vLLM 0.33 answers: {error}") from None
 
     async def _call(self, method: str, path: str, content: Any, deadline_s: float) -> tuple[int, bytes]:
         """The whole call within the deadline, however slowly the bytes come."""
-        body = bytearray()
         try:
             async with (
                 asyncio.timeout(deadline_s),
                 self._client.stream(method, path, json=content, timeout=deadline_s) as answer,
             ):
-                async for chunk in answer.aiter_bytes():
-                    body += chunk
-                    if len(body) > MAX_ANSWER_BYTES:
-                        raise BadAnswer(f"{self.base}{path}: the answer is longer than {MAX_ANSWER_BYTES} bytes")
-                return answer.status_code, bytes(body)
+                return answer.status_code, await read_answer(answer, MAX_ANSWER_BYTES)
+        except TooLong as error:
+            raise BadAnswer(f"{self.base}{path}: {error}") from None
         except httpx.ConnectError as error:
             raise Closed(f"{self.base}{path}: takes no connection: {str(error)[:SHOWN_CHARS]}") from None
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, TimeoutError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, TimeoutError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not self._client.is_closed:
+                raise
             what = str(error) or type(error).__name__
             raise Retryable(f"{self.base}{path}: no answer within {deadline_s:g} s: {what[:SHOWN_CHARS]}") from None
 
@@ -260,7 +312,7 @@ def _message(body: bytes) -> str:
     """The words in vLLM's envelopes, `{"error": {"message": …}}`, `{"error": …}` and `{"message": …}`; else the text."""
     try:
         found = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNREADABLE:
         return body[:SHOWN_CHARS].decode(errors="replace")
     if isinstance(found, dict):
         error = found.get("error", found.get("message", found))

@@ -28,6 +28,8 @@ log = structlog.get_logger("healer.vllm")
 
 SCALES = frozenset({State.GROWING, State.SHRINKING})
 SERVES = SCALES | {State.SERVING}
+BUSY = SCALES | {State.REMOVING}
+"""Gates may be shut and engines stand still, and nobody is suspected for it."""
 
 
 class Group:
@@ -63,6 +65,11 @@ class Group:
         self.redundant: int | None = None
         """Of this launch, where it is another number than the user's."""
         self.scaled, self.retries, self.not_before = False, 0, 0.0
+        self.can_remove = False
+        """Every rank of this launch said so."""
+        self.removed: tuple[int, ...] = ()
+        """DP ranks of this launch that are dead and that vLLM goes on without."""
+        self.removing = False
         self.reference: tuple[int, ...] = ()
         self.pending: files.Pending | None = None
         self.vllm_epoch: str | None = None
@@ -178,7 +185,10 @@ class Group:
             unstartable=self.unstartable,
             epoch=self.vllm_epoch,
             scaled=self.scaled,
-            can_retry=self.can_reset_caches and not any(r.sticky for r in self.live()),
+            can_retry=self.can_reset_caches and not any(r.sticky for r in self.live() if r.held.slot not in self.lost),
+            can_remove=self.can_remove and self.starter.fences and self.asked_redundant > 0,
+            least_ranks=self.least_ranks(),
+            removed=bool(self.removed),
             retries=self.retries,
             poll_s=self.poll_s,
             gate_s=limits.gate_s,
@@ -261,6 +271,9 @@ class Group:
             scaled=self.scaled,
             reference=self.reference,
             pending=self.pending,
+            launch_size=self.launch_size,
+            removed=self.removed,
+            removing=self.removing,
             redundant=self.redundant,
         )
         try:

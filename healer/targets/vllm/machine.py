@@ -12,6 +12,8 @@ class State(StrEnum):
     GROWING = "growing"
     """Joiners boot, or vLLM prepares or commits."""
     SHRINKING = "shrinking"
+    REMOVING = "removing"
+    """A rank is dead and ended; the others wait for the instruction to go on without it, or carry it out."""
     RETRYING = "retrying"
     """Every engine was told to retry; nobody is trusted before its canaries."""
     RESTARTING = "restarting"
@@ -34,6 +36,7 @@ class Trigger(StrEnum):
     GROW = "grow"
     SHRINK = "shrink"
     RETRY = "retry"
+    REMOVE = "remove"
     DONE = "done"
     OTHER_CONTROLLER = "other-controller"
     CLOSE = "close"
@@ -49,6 +52,7 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (_S.SERVING, _T.GROW): _S.GROWING,
     (_S.SERVING, _T.SHRINK): _S.SHRINKING,
     (_S.SERVING, _T.RETRY): _S.RETRYING,
+    (_S.SERVING, _T.REMOVE): _S.REMOVING,
     (_S.SERVING, _T.BROKEN): _S.RESTARTING,
     (_S.SERVING, _T.OTHER_CONTROLLER): _S.YIELDED,
     (_S.GROWING, _T.DONE): _S.SERVING,
@@ -59,6 +63,8 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (_S.SHRINKING, _T.FAILED): _S.SERVING,
     (_S.SHRINKING, _T.BROKEN): _S.RESTARTING,
     (_S.SHRINKING, _T.OTHER_CONTROLLER): _S.YIELDED,
+    (_S.REMOVING, _T.DONE): _S.SERVING,
+    (_S.REMOVING, _T.BROKEN): _S.RESTARTING,
     (_S.RETRYING, _T.DONE): _S.SERVING,
     (_S.RETRYING, _T.BROKEN): _S.RESTARTING,
     (_S.RESTARTING, _T.STARTED): _S.SERVING,

@@ -5,6 +5,9 @@ from healer.targets.vllm.records import Load
 _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 _GENERATED = "vllm:generation_tokens_total"
 
+LARGEST = 2.0**53
+"""Of a count that a float holds exactly."""
+
 
 def samples(text: str, name: str) -> dict[str, float]:
     """The values of one metric by the `engine` label ("" where there is none); series of one engine are added."""
@@ -18,6 +21,8 @@ def samples(text: str, name: str) -> dict[str, float]:
             value = float(rest.split(maxsplit=1)[0])
         except (ValueError, IndexError):
             continue
+        if not 0.0 <= value < LARGEST:
+            continue  # not a number among them
         found[engine] = found.get(engine, 0.0) + value
     return found
 

@@ -1,7 +1,8 @@
 """What is to be done next about a vLLM group: pure, from what is known now.
 
-What decides is what stock vLLM 0.33 can do. It can leave out its highest DP ranks and add ranks behind them, while all that
-it has are alive; it can retry after a fault in which every process lives. All else is cured by a restart of the whole group.
+What decides is what vLLM can do. Stock 0.33 can leave out its highest DP ranks and add ranks behind them, while all that it has
+are alive; it can retry after a fault in which every process lives. With pull request 46370 it can also go on without ranks that
+are dead, and change its size no more from then on. All else is cured by a restart of the whole group.
 """
 
 from enum import StrEnum
@@ -25,6 +26,8 @@ class Do(StrEnum):
     """Launch what the target asks for; nothing runs."""
     RESTART = "restart"
     RETRY = "retry"
+    REMOVE = "remove"
+    """Go on without dead ranks."""
     GROW = "grow"
     SHRINK = "shrink"
     YIELD = "yield"
@@ -35,7 +38,7 @@ class Step(msgspec.Struct, frozen=True):
     why: str
     """A sentence."""
     slots: tuple[int, ...] = ()
-    """RESTART: those at fault; GROW, SHRINK: those that join or leave."""
+    """RESTART: those at fault; GROW, SHRINK, REMOVE: those that join or leave."""
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +55,10 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     wrong: int = 0
     """Canaries in a row that gave other tokens than they should."""
     eplb_stopped: bool = False
+    idle_since: float | None = None
+    """Since when it has served nobody but canaries."""
+    sticky: bool = False
+    """Its CUDA context is broken."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +75,13 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Of the last scaling that healer knows; what differs from it is another controller's."""
     scaled: bool = False
     can_retry: bool = True
-    """Fault tolerance is on, and prefix caches are off or can be reset."""
+    """No CUDA context is broken, and prefix caches are off or can be reset."""
+    can_remove: bool = False
+    """Every rank knows `scale_down`, experts are redundant, and ranks can be ended for certain."""
+    least_ranks: int = LEAST_RANKS
+    """That hold every expert."""
+    removed: bool = False
+    """Ranks were removed from this launch: vLLM changes the size no more."""
     retries: int = 0
     """Since the group last proved to be sound."""
     poll_s: float = 1.0
@@ -86,8 +99,7 @@ def decide(facts: Facts) -> Step:
     if facts.state == State.SERVING and (why := other_controller(facts)):
         return Step(Do.YIELD, why)
     if facts.lost:
-        shown = "; ".join(f"slot {slot}: {why}" for slot, why in sorted(facts.lost.items()))
-        return Step(Do.RESTART, f"vLLM cannot go on without a lost rank ({shown})", tuple(sorted(facts.lost)))
+        return _lost(facts)
     wanted = tuple(slot for slot in facts.target if slot not in facts.unstartable)
     if facts.state == State.DOWN:
         if facts.now < facts.not_before:
@@ -98,6 +110,27 @@ def decide(facts: Facts) -> Step:
             )
         return Step(Do.START, "nothing serves", wanted)
     return _broken(facts) or _faulty(facts) or _sized(facts, wanted) or Step(Do.NOTHING, "all is as it should be")
+
+
+def _lost(facts: Facts) -> Step:
+    slots = tuple(sorted(facts.lost))
+    shown = "; ".join(f"slot {slot}: {why}" for slot, why in sorted(facts.lost.items()))
+    if why := _no_removal(facts):
+        return Step(Do.RESTART, f"vLLM cannot go on without a lost rank ({shown}): {why}", slots)
+    return Step(Do.REMOVE, f"the others go on without a lost rank ({shown})", slots)
+
+
+def _no_removal(facts: Facts) -> str:
+    left = [rank for rank in _live(facts) if rank.held.slot not in facts.lost]
+    if not facts.can_remove:
+        return "this deployment has no scale_down for dead ranks"
+    if facts.scaled:
+        return "the size has changed since the launch"
+    if len(left) < facts.least_ranks:
+        return f"{len(left)} ranks are left, {facts.least_ranks} are needed for all experts"
+    if bad := [rank.held.slot for rank in left if not rank.alive or rank.sticky or (rank.look and rank.look.dead)]:
+        return f"slots {bad} are not sound either"
+    return "" if facts.can_retry else "the prefix caches may hold wrong blocks and cannot be reset"
 
 
 def other_controller(facts: Facts) -> str:
@@ -175,7 +208,7 @@ def _faulty(facts: Facts) -> Step | None:
 
 def _no_retry(facts: Facts) -> str:
     if not facts.can_retry:
-        return "the prefix caches may hold wrong blocks and cannot be reset, or fault tolerance is off"
+        return "a CUDA context is broken, or the prefix caches may hold wrong blocks and cannot be reset"
     if facts.scaled:
         return "vLLM would build its groups for the size at the launch, and the size has changed since"
     if facts.retries:
@@ -192,6 +225,8 @@ def _sized(facts: Facts, wanted: tuple[int, ...]) -> Step | None:
     joining = tuple(slot for slot in wanted if slot not in slots)
     if not leaving and not joining:
         return None
+    if facts.removed:
+        return _sized_anew(facts, live)
     if why := _not_sure(facts, live):
         return Step(Do.NOTHING, f"no scaling now: {why}")
     if leaving:
@@ -199,6 +234,18 @@ def _sized(facts: Facts, wanted: tuple[int, ...]) -> Step | None:
             return Step(Do.NOTHING, f"{not_highest(slots, leaving)}")
         return Step(Do.SHRINK, f"slots {list(leaving)} are to leave", leaving)
     return Step(Do.GROW, f"slots {list(joining)} are to join", joining)
+
+
+def _sized_anew(facts: Facts, live: list[RankFacts]) -> Step:
+    """The size of a group that goes on without dead ranks changes by a restart only: when it costs nobody anything, since a load
+    rule may ask for more ranks just when everybody is served."""
+    if live and all(r.idle_since is not None and facts.now - r.idle_since >= facts.stall_s for r in live):
+        return Step(
+            Do.RESTART, "nobody is served, and vLLM changes its size by a restart only after a removal", facts.target
+        )
+    return Step(
+        Do.NOTHING, "vLLM changes its size by a restart only after a removal: that waits until nobody is served"
+    )
 
 
 def not_highest(slots: list[int], leaving: tuple[int, ...]) -> str:
@@ -222,6 +269,7 @@ def _not_sure(facts: Facts, live: list[RankFacts]) -> str:
             return f"slot {slot} generates nothing"
         if rank.canary is None or not rank.canary.ok:
             return f"slot {slot} has not answered its last canary"
-        if look.scaling is None or look.scaling.phase not in (Phase.IDLE, Phase.COMPLETED):
+        scaling = look.scaling
+        if scaling is None or scaling.is_scaling_elastic_ep or scaling.phase not in (Phase.IDLE, Phase.COMPLETED):
             return f"slot {slot} does not say that nothing scales"
     return ""

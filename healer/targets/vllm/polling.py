@@ -8,10 +8,11 @@ import structlog
 
 from elastic.controller.records import Event
 from healer.targets.vllm import signals
-from healer.targets.vllm.group import SCALES, Group
+from healer.targets.vllm.group import BUSY, Group
+from healer.targets.vllm.log_lines import Said
 from healer.targets.vllm.machine import State
 from healer.targets.vllm.processes import Processes, log_name
-from healer.targets.vllm.records import Role
+from healer.targets.vllm.records import Look, Role
 from healer.targets.vllm.router import RouterLink
 from healer.targets.vllm.watch import RankWatch
 
@@ -49,11 +50,11 @@ class Poller:
     async def _poll_once(self) -> None:
         group, self._polls = self._group, self._polls + 1
         ranks = list(group.ranks.values())
-        scales = group.machine.state in SCALES
+        busy = group.machine.state in BUSY
         found = group.starter.processes([r.held for r in ranks])
         for rank in ranks:
             rank.see_processes(found.get(rank.held.slot, []), group.on_gone)
-        signs = await asyncio.gather(*(rank.poll(deadline_s=ASK_S, scaling=scales) for rank in ranks))
+        signs = await asyncio.gather(*(self._ask(rank, busy) for rank in ranks))
         now = time.monotonic()
         live = group.live()
         slots = {r.held.dp_rank: r.held.slot for r in live}
@@ -62,7 +63,7 @@ class Poller:
                 log.warning("rank.log", slot=rank.held.slot, said=[s.text for s in said][-3:])
                 self._emit(signals.reports(rank, said, slots, group.tensor, now))
             self._notice(rank, now)
-        self._emit(signals.beats(live, epoch=group.epoch, phase=group.machine.state.value, now=now, scaling=scales))
+        self._emit(signals.beats(live, epoch=group.epoch, phase=group.machine.state.value, now=now, scaling=busy))
         self._ask_canaries(live, now)
         self._router.keep(start=not self._idle())
         if self.serves and not self._idle():
@@ -73,6 +74,16 @@ class Poller:
         async with group.polled:
             group.polled.notify_all()
         self._wake()
+
+    @staticmethod
+    async def _ask(rank: RankWatch, busy: bool) -> list[Said]:
+        """What nobody has foreseen in one rank's answers must not silence the others."""
+        try:
+            return await rank.poll(deadline_s=ASK_S, scaling=busy)
+        except Exception as error:
+            log.error("poll.failed", slot=rank.held.slot, exc_info=error)
+            rank.look = Look(at=time.monotonic(), why=f"its answers cannot be read: {error}")
+            return []
 
     def _emit(self, events: Iterable[Event]) -> None:
         for event in events:

@@ -147,6 +147,9 @@ class RayTarget:
             self._begin(self._scale(size, reason), "vllm scale")
         return slots
 
+    def release(self) -> None:
+        """Nothing: a policy that asks for it is refused, since vLLM's ranks cannot drop a step."""
+
     def probation(self, slots: Collection[int]) -> None:
         """Nothing: where an engine starts is Ray's choice."""
 
@@ -178,7 +181,11 @@ class RayTarget:
 
     async def _poll(self) -> None:
         while True:
-            await self._look()
+            try:
+                await self._look()
+            except Exception as error:
+                # what nobody has foreseen in an answer must not end the watch
+                log.error("poll.failed", exc_info=error)
             await asyncio.sleep(self._detection.heartbeat_interval_s)
 
     async def _look(self) -> None:

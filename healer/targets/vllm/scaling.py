@@ -10,9 +10,10 @@ from collections.abc import Collection, Sequence
 from healer.targets.vllm.endpoints import Phase as Scale
 from healer.targets.vllm.endpoints import Refused
 from healer.targets.vllm.group import Group
+from healer.targets.vllm.proof import Broken, NotStarted, Yielded, ready
 from healer.targets.vllm.record import Record
 from healer.targets.vllm.records import Held, Part, Process, Role
-from healer.targets.vllm.sequences import Broken, NotStarted, Yielded, launch, ready
+from healer.targets.vllm.sequences import launch
 from healer.targets.vllm.state import Pending
 from healer.targets.vllm.watch import RankWatch
 

@@ -23,6 +23,11 @@ log = structlog.get_logger("healer.vllm")
 class Starter(Protocol):
     """Called by the target, in its loop."""
 
+    @property
+    def fences(self) -> bool:
+        """Whether a rank is gone for certain after `fence`."""
+        ...
+
     async def start(self, slots: Sequence[int], launch: "Launch") -> dict[int, Launched]:
         """Start the ranks of these slots at once. Raises ElasticError; then none of them is left."""
         ...
@@ -69,6 +74,8 @@ class Launch:
 
 class LocalStarter:
     """`vllm serve` on this host."""
+
+    fences = True
 
     def __init__(self, target: VllmTarget, processes: Processes, api_key: str) -> None:
         self._target, self._processes, self._api_key = target, processes, api_key
@@ -125,6 +132,10 @@ class HookStarter:
 
     def __init__(self, target: VllmTarget, hooks: Mapping[str, Hook]) -> None:
         self._target, self._hooks = target, hooks
+
+    @property
+    def fences(self) -> bool:
+        return self._target.hooks.stop is not None
 
     async def start(self, slots: Sequence[int], launch: Launch) -> dict[int, Launched]:
         names = self._target.hooks

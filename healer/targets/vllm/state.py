@@ -35,6 +35,12 @@ class VllmState(msgspec.Struct, frozen=True):
     reference: tuple[int, ...]
     """The tokens of the first canary of this launch; empty: none yet."""
     pending: Pending | None = None
+    launch_size: int = 0
+    """Ranks of the launch: what one rank holds of the experts follows from it. 0: not known."""
+    removed: tuple[int, ...] = ()
+    """DP ranks of this launch that the others go on without."""
+    removing: bool = False
+    """Ranks are being removed: a daemon that dies now leaves survivors that wait for an instruction, or are half through."""
     redundant: int | None = None
     """Redundant experts of the launch, where they are others than the user's: joiners must have the same."""
 

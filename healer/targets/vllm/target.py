@@ -12,17 +12,17 @@ from elastic.controller.records import Event, GroupStatus
 from elastic.errors import ElasticError, Infeasible
 from healer.authority import Authority
 from healer.policy.schema import Policy, VllmTarget
-from healer.targets.vllm import adopt, scaling, sequences
+from healer.targets.vllm import adopt, recovery, scaling, sequences
 from healer.targets.vllm.endpoints import read_key
 from healer.targets.vllm.group import Group
 from healer.targets.vllm.machine import State, Trigger
 from healer.targets.vllm.plan import LEAST_RANKS, Do, Step, decide, not_highest
 from healer.targets.vllm.polling import Poller
 from healer.targets.vllm.processes import Processes
+from healer.targets.vllm.proof import Broken, NotStarted, Yielded
 from healer.targets.vllm.record import Record
 from healer.targets.vllm.records import Role
 from healer.targets.vllm.router import RouterLink
-from healer.targets.vllm.sequences import Broken, NotStarted, Yielded
 from healer.targets.vllm.starters import HookStarter, LocalStarter, Starter
 
 log = structlog.get_logger("healer.vllm")
@@ -166,7 +166,8 @@ class VllmGroupTarget:
             raise Infeasible(f"{len(slots)} ranks are too few: vLLM needs {least} for this model and its redundancy")
         live = [h.slot for h in group.held(Role.LIVE)]
         leaving = tuple(s for s in live if s not in slots)
-        if group.machine.state == State.SERVING and set(live[len(live) - len(leaving) :]) != set(leaving):
+        highest = group.removed or set(live[len(live) - len(leaving) :]) == set(leaving)
+        if group.machine.state == State.SERVING and not highest:
             raise Infeasible(not_highest(live, leaving))
         for slot in slots:
             group.attempts.pop(slot, None)
@@ -183,6 +184,9 @@ class VllmGroupTarget:
         free = [s for s in range(max(group.config.max_ranks, size)) if s not in kept]
         free.sort(key=lambda s: (s not in group.target, s in group.unstartable, s))
         return tuple(sorted([*kept, *free[: max(0, size) - len(kept)]]))
+
+    def release(self) -> None:
+        """Nothing: a policy that asks for it is refused, since vLLM's ranks cannot drop a step."""
 
     def probation(self, slots: Collection[int]) -> None:
         """Nothing: every rank answers a canary before it serves, with the others' tokens."""
@@ -264,7 +268,11 @@ class VllmGroupTarget:
             case Do.RETRY:
                 machine.move(Trigger.RETRY, step.why)
                 record = Record(group, "loss", step.slots, step.why, time.monotonic())
-                await self._sequence(sequences.retry(group, record), record, step)
+                await self._sequence(recovery.retry(group, record), record, step)
+            case Do.REMOVE:
+                machine.move(Trigger.REMOVE, step.why)
+                record = Record(group, "loss", step.slots, step.why, self._lost_since or time.monotonic())
+                await self._sequence(recovery.remove(group, step.slots, record), record, step)
             case Do.GROW:
                 machine.move(Trigger.GROW, step.why)
                 record = Record(group, "join", step.slots, step.why, time.monotonic())
@@ -291,7 +299,7 @@ class VllmGroupTarget:
             if isinstance(error, NotStarted):
                 for event in sequences.boot_failures(self.group, error):
                     self._on_event(event)
-            if isinstance(error, Broken) or step.do == Do.RETRY:
+            if isinstance(error, Broken) or step.do in (Do.RETRY, Do.REMOVE):
                 record.end("failed", str(error))
                 machine.move(Trigger.BROKEN, str(error))
                 await self._restart(Step(Do.RESTART, str(error), step.slots))

@@ -45,6 +45,7 @@ class RankWatch:
         self._unhealthy_since: float | None = None
         self._quiet_since: float | None = None
         self._generated = 0.0
+        self._idle_since: float | None = None
 
     async def aclose(self) -> None:
         self.unwatch()
@@ -136,6 +137,10 @@ class RankWatch:
         return Look(at=time.monotonic(), health=health, gate=Gate.OPEN, scaling=scaling, fault=fault, load=load)
 
     def _progress(self, load: Load, now: float) -> None:
+        if load.running <= 0 and load.waiting <= 0:
+            self._idle_since = self._idle_since or now
+        elif self.canary_task is None or self.canary_task.done():
+            self._idle_since = None
         moved = load.generated != self._generated
         self._generated = load.generated
         if load.running <= 0 or moved or self._quiet_since is None:
@@ -171,7 +176,8 @@ class RankWatch:
             self.canary = Canaried(began, False, (), str(error))
             return self.canary
         right = not reference or found.tokens == reference
-        self.wrong = 0 if right else self.wrong + 1
+        if right or found.tokens:  # an answer that does not show its tokens is no wrong one
+            self.wrong = 0 if right else self.wrong + 1
         why = "" if right else f"tokens {list(found.tokens)} instead of {list(reference)}"
         self.canary = Canaried(time.monotonic(), right, found.tokens, why)
         return self.canary
@@ -192,4 +198,6 @@ class RankWatch:
             canary=self.canary,
             wrong=self.wrong,
             eplb_stopped=self.eplb_stopped,
+            idle_since=self._idle_since,
+            sticky=self.sticky,
         )

@@ -10,7 +10,8 @@ Faults are files in $VLLM_STUB_FAULT_DIR. They are taken once, except `hang_`, w
     raise_step_rank<R>               a step fails on one rank
     raise_step_together              as long as it is there: a step fails on all ranks at once, as after a fault of the exchange
     raise_eep_<method>_rank<R>       a part of a scaling fails; hang_eep_<method>_rank<R> waits in it. Methods:
-                                     prepare_reconfiguration, commit_scale_up, commit_scale_down, prepare_new_worker
+                                     prepare_reconfiguration, prepare_new_worker, warmup_new_worker, commit_scale_up,
+                                     commit_scale_down
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
