@@ -1,0 +1,354 @@
+"""NIXL EP in a vLLM worker, by sets of ranks instead of counts, and the early release of its waiting kernels.
+
+vLLM's manager connects, masks and disconnects the ranks below a number. Here the ranks that are connected and those that are
+active are sets, so any of them may be missing. Buffer, mask and signal words stay where they are: captured graphs go on.
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped"
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Protocol
+
+from elastic.vllm.worker.release import WordWriter
+from elastic.vllm.worker.words import Words
+
+log = logging.getLogger("vllm.healer.in_place")
+
+DISCONNECT_S = 10.0
+"""15 to 34 ms were seen for each peer on an H200; what takes longer than this never ends."""
+FROZEN_AFTER_S = 1.0
+METADATA_POLL_S = 0.01
+
+
+class Exchange(Protocol):
+    """What a shrink needs of the way in which ranks exchange tokens. Main thread unless said otherwise."""
+
+    def release(self, ranks: Collection[int]) -> None:
+        """Free what waits for these ranks. Any thread; returns at once; ranks that were released already are no error."""
+
+    def settled(self) -> None:
+        """The device has ended all steps: stop releasing."""
+
+    def drop(self, ranks: Collection[int]) -> None:
+        """Disconnect these ranks and make the buffers as new. All live ranks have settled; afterwards they meet again."""
+
+    def disconnect(self, ranks: Collection[int]) -> None:
+        """Of those that were connected for a refill and never took part. Any thread; unknown ranks are no error."""
+
+
+class NixlExchange:
+    """Of one process: NIXL's buffer is one for all managers that vLLM makes in turn."""
+
+    def __init__(self) -> None:
+        self.connected: set[int] = set()
+        self.active: set[int] = set()
+        self.rank = -1
+        self._writer: WordWriter | None = None
+        self._words: Words | None = None
+        self._side: Any = None
+        self._interest: Any = None
+        self._links = threading.RLock()
+        """Held while links are made or cut: a refill is given up in a thread of its own."""
+        self.releases_early = False
+
+    # --- state -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _state(self) -> Any:
+        from vllm.distributed.device_communicators.all2all import NixlEPAll2AllManager
+
+        return NixlEPAll2AllManager._buffer
+
+    def _take_sets(self, ranks: Collection[int]) -> None:
+        self.active = set(ranks)
+        state = self._state
+        state.active_ep_size = max(self.active) + 1
+        state.connected_ep_size = max(self.connected) + 1
+        self._set_interest()
+
+    def _set_interest(self) -> None:
+        """In place: the check of the mask may be under way on another stream."""
+        import torch
+
+        state = self._state
+        wanted = torch.tensor([rank in self.active for rank in range(state.max_num_ep_ranks)])
+        if self._interest is None:
+            self._interest = torch.zeros(state.max_num_ep_ranks, dtype=torch.bool, device=_device())
+        self._interest.copy_(wanted)
+
+    def interest(self, size: int) -> Any:
+        return self._interest[:size]
+
+    def started(self, rank: int, connected: Collection[int]) -> None:
+        """The buffer was made and connected."""
+        self.rank, self.connected = rank, set(connected)
+        self._take_sets(connected)
+
+    def made(self, buffer: Any, rank: int, capacity: int, experts: int, max_tokens: int, hidden: int) -> None:
+        """The buffer has its memory and no peer yet: find out whether waiting kernels can be released early."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return
+        self._words = Words(buffer, capacity, experts)
+        self.releases_early = self._words.found(rank, max_tokens, hidden)
+        if not self.releases_early:
+            log.warning("[in-place] early release is off: NIXL's signal words are not where they were expected")
+        self._side = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        write = self._words.write if self.releases_early else _nothing
+        self._writer = WordWriter(lambda peer: buffer.update_mask_buffer(peer, mask=True), write, self._on_side)
+
+    # --- shrink ----------------------------------------------------------------------------------------------------------
+
+    def release(self, ranks: Collection[int]) -> None:
+        waiting = {rank for rank in ranks if rank in self.active and rank != self.rank}
+        if self._writer is not None and waiting:
+            self._writer.release(waiting)
+
+    def settled(self) -> None:
+        if self._writer is not None:
+            self._writer.end()
+
+    def drop(self, ranks: Collection[int]) -> None:
+        from elastic.rank.frozen import ends_within
+
+        state = self._state
+        gone = sorted(set(ranks) & self.connected)
+        with self._links:
+            if gone:
+                with ends_within(DISCONNECT_S):
+                    state.buffer.disconnect_ranks(gone)
+                self.connected -= set(gone)
+            self._clean(gone)
+
+    def _clean(self, gone: Collection[int]) -> None:
+        import torch
+
+        state = self._state
+        # before the words are zeroed the dead must be gone: cleaning the mask unmasks every rank that is connected
+        state.buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
+        torch.accelerator.synchronize()
+        state.buffer.clean_mask_buffer()
+        for rank in self.connected - self.active:
+            if rank != self.rank:
+                state.buffer.update_mask_buffer(rank, mask=True)
+        torch.accelerator.synchronize()
+        self._take_sets(self.active - set(gone))
+        self.accept_mask()
+
+    def accept_mask(self) -> None:
+        """What the mask is now is no fault: vLLM compares with the last one that it took for right, and only that."""
+        from vllm.distributed.device_communicators.all2all import NixlEPAll2AllManager as Manager
+
+        state = self._state
+        if Manager._mask is None:
+            import torch
+
+            Manager._mask = torch.zeros(state.max_num_ep_ranks, device=_device(), dtype=torch.int32)
+        state.buffer.query_mask_buffer(Manager._mask)
+        Manager._last_mask = Manager._mask[: state.active_ep_size].clone()
+
+    @contextlib.contextmanager
+    def _on_side(self) -> Iterator[None]:
+        import torch
+
+        torch.cuda.set_device(self._side.device)
+        with torch.cuda.stream(self._side):
+            yield
+            self._side.synchronize()
+
+    # --- refill ----------------------------------------------------------------------------------------------------------
+
+    def connect(
+        self, ranks: Collection[int], store: Any, deadline: float, *, active: bool, cancelled: Callable[[], bool]
+    ) -> None:
+        """Connect ranks, masked unless `active`; a thread of its own while steps go on. Raises TimeoutError, InterruptedError.
+
+        NIXL keeps Python's lock while it connects: it is entered when the peers have published their addresses, so that they
+        are about to connect too, and a connection that never comes about ends the process (NIXL 2182, 2084).
+        """
+        from elastic.rank.frozen import ends_within
+
+        new = sorted(set(ranks) - self.connected - {self.rank})
+        if not new:
+            return
+        state = self._state
+        keys = [f"NIXL_EP/{rank}" for rank in new]
+        while not store.check(keys):
+            if cancelled():
+                raise InterruptedError(f"connecting ranks {new} was given up")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"ranks {new} published no address of their exchange buffers in time")
+            time.sleep(METADATA_POLL_S)
+        state.buffer.set_tcp_store_group(store)
+        with self._links, ends_within(max(1.0, deadline - time.monotonic()) + FROZEN_AFTER_S), _own_stream():
+            state.buffer.connect_ranks(new, activate=active)
+            self.connected |= set(new)
+        state.connected_ep_size = max(self.connected) + 1
+
+    def disconnect(self, ranks: Collection[int]) -> None:
+        from elastic.rank.frozen import ends_within
+
+        with self._links:
+            gone = sorted(set(ranks) & self.connected - self.active)
+            if not gone:
+                return
+            with ends_within(DISCONNECT_S), _own_stream():
+                self._state.buffer.disconnect_ranks(gone)
+            self.connected -= set(gone)
+            self._state.connected_ep_size = max(self.connected) + 1
+
+    def activate(self, ranks: Collection[int]) -> None:
+        """Unmask connected ranks, at a step boundary between two barriers."""
+        import torch
+
+        for rank in sorted(set(ranks) - self.active - {self.rank}):
+            self._state.buffer.update_mask_buffer(rank, mask=False)
+        torch.accelerator.synchronize()
+        self._take_sets(set(ranks))
+        self.accept_mask()
+
+    def deactivate(self, ranks: Collection[int]) -> None:
+        """Disconnect ranks that a stock scaling removes."""
+        gone = sorted(set(ranks) & self.connected)
+        if gone:
+            self._state.buffer.disconnect_ranks(gone)
+        self.connected -= set(gone)
+        self._take_sets(self.active - set(gone))
+
+
+def _nothing(_: Collection[int]) -> None:
+    """Where the words are not known only the mask is set: a kernel that waits already ends at NIXL's timeout."""
+
+
+def _device() -> Any:
+    import torch
+
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _own_stream() -> Iterator[None]:
+    """Beside the steps."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield
+        return
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        yield
+        stream.synchronize()
+
+
+exchange = NixlExchange()
+
+
+def ranks_of(manager: Any) -> tuple[int, ...]:
+    """The ranks of a manager's group: those of the change that it was made for, else all."""
+    found: tuple[int, ...] = getattr(manager, "healer_ranks", None) or tuple(range(manager.world_size))
+    return found
+
+
+def replace_manager(manager_class: Any) -> None:
+    """Replace the functions of vLLM's manager that count. The guard has compared them. While every rank is there, they do what
+    vLLM's do."""
+    make_buffer = manager_class._init_buffer
+
+    def init_buffer(
+        self: Any, max_num_tokens_per_dp_rank: int, token_hidden_size: int, num_experts_per_rank: int
+    ) -> None:
+        """vLLM's own, which connects `range(world_size)`: a joiner may have holes below it."""
+
+        def made(buffer: Any) -> None:
+            size = (num_experts_per_rank, max_num_tokens_per_dp_rank, token_hidden_size)
+            exchange.made(buffer, self.rank, capacity_of(self), *size)
+
+        with _connecting_only(ranks_of(self), made):
+            make_buffer(self, max_num_tokens_per_dp_rank, token_hidden_size, num_experts_per_rank)
+        exchange.started(self.rank, ranks_of(self))
+
+    def stage_ep_size(self: Any) -> None:
+        with manager_class._lock:
+            deadline = time.monotonic() + _connect_s(self)
+            cancelled = getattr(self, "healer_cancelled", None) or (lambda: False)
+            exchange.connect(ranks_of(self), self.tcp_store_group.store, deadline, active=False, cancelled=cancelled)
+
+    def commit_ep_size(self: Any) -> None:
+        with manager_class._lock:
+            wanted = set(ranks_of(self))
+            if self.tcp_store_group is not None:
+                exchange._state.buffer.set_tcp_store_group(self.tcp_store_group.store)
+            if leaving := exchange.connected - wanted - {self.rank}:
+                exchange.deactivate(leaving)
+            missing = wanted - exchange.connected - {self.rank}
+            if missing:
+                deadline = time.monotonic() + _connect_s(self)
+                store = self.tcp_store_group.store
+                exchange.connect(missing, store, deadline, active=True, cancelled=lambda: False)
+            exchange.activate(wanted)
+
+    @contextlib.contextmanager
+    def mask_remote_ranks(self: Any) -> Iterator[None]:
+        import torch
+
+        buffer, peers = exchange._state.buffer, [rank for rank in ranks_of(self) if rank != self.rank]
+        for rank in peers:
+            buffer.update_mask_buffer(rank, mask=True)
+        torch.accelerator.synchronize()
+        try:
+            yield
+        finally:
+            for rank in peers:
+                buffer.update_mask_buffer(rank, mask=False)
+            torch.accelerator.synchronize()
+
+    def query_fault(self: Any) -> Any:
+        """Of ranks that are active: one that connects for a refill changes the mask, too."""
+        import torch
+
+        current = self.query_active_mask()
+        last = manager_class._last_mask
+        if last is None or last.shape != current.shape:
+            last = manager_class._last_mask = torch.zeros_like(current)
+        return ((current != last) & exchange.interest(current.shape[0])).any()
+
+    manager_class._init_buffer = init_buffer
+    manager_class.stage_ep_size = stage_ep_size
+    manager_class.commit_ep_size = commit_ep_size
+    manager_class.mask_remote_ranks = mask_remote_ranks
+    manager_class.query_fault = query_fault
+
+
+def _connect_s(manager: Any) -> float:
+    return float(getattr(manager, "healer_timeout_s", 300.0))
+
+
+def capacity_of(manager: Any) -> int:
+    """Ranks that the buffer has room for, as vLLM's `_init_buffer` counts them."""
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config().parallel_config
+    if not config.enable_elastic_ep:
+        return int(manager.world_size)
+    return int(manager.world_size * config.elastic_ep_max_dp_size // config.data_parallel_size)
+
+
+@contextlib.contextmanager
+def _connecting_only(ranks: tuple[int, ...], made: Callable[[Any], None]) -> Iterator[None]:
+    import nixl_ep
+
+    original = nixl_ep.Buffer.connect_ranks
+
+    def connect(self: Any, remote_ranks: list[int], activate: bool = True) -> Any:
+        made(self)
+        return original(self, [rank for rank in remote_ranks if rank in ranks], activate)
+
+    nixl_ep.Buffer.connect_ranks = connect
+    try:
+        yield
+    finally:
+        nixl_ep.Buffer.connect_ranks = original
