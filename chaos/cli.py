@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from chaos import inject, nvml_faults
+from chaos import inject, inject_cli, nvml_faults, run_cli
 from chaos.report import cli as report_cli
 from elastic.errors import ElasticError, Retryable
 
@@ -27,7 +27,9 @@ inject_app = typer.Typer(
 )
 app.add_typer(inject_app, name="inject")
 inject_app.command("nvml")(nvml_faults.inject_nvml_command)
+inject_cli.register(inject_app)
 app.command("report")(report_cli.report)
+app.command("run")(run_cli.run)
 app.command("fake-nvml")(nvml_faults.fake_nvml_command)
 
 Slots = Annotated[list[int], typer.Option("--slot", min=0, help="Slot of the rank; may be given more than once.")]

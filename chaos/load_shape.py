@@ -17,16 +17,18 @@ class Stretch(msgspec.Struct, frozen=True):
     begin: int
     end: int
     day: bool = False
+    peak: bool = False
+    """The load rises to its height in it and falls back by the next peak."""
 
 
 STRETCHES = (
     Stretch("calm", 12, LOW, LOW),
-    Stretch("ramp", 25, LOW, HIGH),
+    Stretch("ramp", 25, LOW, HIGH, peak=True),
     Stretch("plateau", 10, HIGH, HIGH),
     Stretch("after the ramp", 20, LOW, LOW),
-    Stretch("spike", 8, HIGH, HIGH),
+    Stretch("spike", 8, HIGH, HIGH, peak=True),
     Stretch("after the spike", 22, LOW, LOW),
-    Stretch("day", 50, LOW, LOW, day=True),
+    Stretch("day", 50, LOW, LOW, day=True, peak=True),
     Stretch("stop", 25, 0, 0),
 )
 
@@ -43,6 +45,13 @@ class Shape:
     @property
     def seconds(self) -> float:
         return self.spans[-1][2]
+
+    @property
+    def peaks(self) -> tuple[tuple[str, float, float], ...]:
+        """Each peak with what follows it: name, first second, first second of the next peak or end of the run."""
+        begins = [(stretch.name, begin) for stretch, begin, _ in self.spans if stretch.peak]
+        ends = [*(begin for _, begin in begins[1:]), self.seconds]
+        return tuple((name, begin, end) for (name, begin), end in zip(begins, ends, strict=True))
 
     def at(self, second: float) -> Stretch:
         return next((s for s, _, end in self.spans if second < end), STRETCHES[-1])

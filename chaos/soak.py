@@ -247,6 +247,7 @@ class Run:
                     at_s=time.monotonic() - self._began,
                     kind=kind,
                     pid=each.pid,
+                    started=each.create_time(),
                     rss_mb=each.memory_info().rss / 1e6,
                     fds=each.num_fds(),
                     threads=each.num_threads(),

@@ -12,13 +12,12 @@ from chaos.machine import Machine
 
 Request = Literal["right", "wrong", "failed"]
 
-WATCHED_S = 60.0
+WATCHED_S = 120.0
 """A process that lived for less says nothing about growth."""
-SETTLED_SHARE = 0.25
-"""Of a process's life: from then on it has loaded what it needs."""
-GROWTH_SHARE, GROWTH_MB, GROWTH_FDS, GROWTH_THREADS = 0.10, 10.0, 8, 6
-"""More than both of the first two, or than one of the others, between the beginning of a settled life and its end, is too
-much: what a process holds while it heals comes and goes."""
+SETTLED_SHARE, SETTLED_S = 0.25, 60.0
+"""Of a process's life, and at least so long: from then on it has booted, on a busy machine too, and loaded what it needs."""
+GROWTH_SHARE, GROWTH_MB, GROWTH_FDS, GROWTH_THREADS = 0.10, 10.0, 4, 2
+"""More than both of the first two, or than one of the others, is too much."""
 
 
 class Hit(msgspec.Struct, frozen=True):
@@ -38,13 +37,16 @@ class Reading(msgspec.Struct, frozen=True):
     at_s: float
     kind: str
     pid: int
+    started: float
+    """Seconds since the epoch: a pid is given again."""
     rss_mb: float
     fds: int
     threads: int
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """One process over its settled life: medians of its first and of its last quarter."""
+    """One process over its settled life: the most that it held in the first quarter, the least in the last. What it holds
+    comes and goes with its peers and with each healing; what leaks stays."""
 
     kind: str
     pid: int
@@ -85,22 +87,22 @@ class Soak(msgspec.Struct, frozen=True, kw_only=True):
 
 def grown(readings: Sequence[Reading]) -> tuple[Growth, ...]:
     """Every process that was watched for long enough."""
-    lives: dict[int, list[Reading]] = defaultdict(list)
+    lives: dict[tuple[int, float], list[Reading]] = defaultdict(list)
     for reading in readings:
-        lives[reading.pid].append(reading)
+        lives[reading.pid, reading.started].append(reading)
     found = []
-    for pid, life in lives.items():
+    for (pid, _), life in lives.items():
         lived_s = life[-1].at_s - life[0].at_s
         if lived_s < WATCHED_S:
             continue
-        settled = [r for r in life if r.at_s >= life[0].at_s + SETTLED_SHARE * lived_s]
+        settled = [r for r in life if r.at_s >= life[0].at_s + max(SETTLED_S, SETTLED_SHARE * lived_s)]
         quarter = max(1, len(settled) // 4)
         first, last = settled[:quarter], settled[-quarter:]
 
         def pair(values: str, first: list[Reading] = first, last: list[Reading] = last) -> tuple[float, float]:
             return (
-                statistics.median(getattr(r, values) for r in first),
-                statistics.median(getattr(r, values) for r in last),
+                max(getattr(r, values) for r in first),
+                min(getattr(r, values) for r in last),
             )
 
         found.append(Growth(life[0].kind, pid, lived_s, pair("rss_mb"), pair("fds"), pair("threads")))
@@ -132,6 +134,9 @@ def write_markdown(soak: Soak, path: Path) -> None:
         for name, times in sorted(by_fault.items())
     ]
     lines += [
+        "",
+        "Of each process that was watched for two minutes or more, the most that it held in the first quarter of its settled life "
+        "and the least in the last:",
         "",
         "| Process | Watched, s | Memory, MB | Descriptors | Threads |",
         "|---|---|---|---|---|",

@@ -87,15 +87,21 @@ def _extend(stretches: list[Stretch], slot: int, step: Stepped) -> None:
 
 
 def _together(stretches: list[Stretch]) -> Iterator[Violation]:
-    """A step of a later epoch begins on no rank before the last one of an earlier epoch has ended on every rank."""
+    """No round is committed under an epoch when it, or a later one, was committed elsewhere under an earlier epoch. Rounds, not
+    moments: ranks take a view over before the same round, each when it comes to it. A group that was formed anew, of which nobody
+    was there before, counts from the beginning."""
+    epochs: dict[tuple[int, int], set[int]] = {}
+    for one in stretches:
+        epochs.setdefault((one.slot, one.incarnation), set()).add(one.epoch)
+    lived_through = {frozenset(pair) for seen in epochs.values() for pair in combinations(seen, 2)}
     for one, other in combinations(stretches, 2):
-        if one.slot == other.slot or one.epoch == other.epoch:
+        if one.slot == other.slot or frozenset((one.epoch, other.epoch)) not in lived_through:
             continue
         early, late = (one, other) if one.epoch < other.epoch else (other, one)
-        if late.began < early.ended:
+        if late.first_round <= early.last_round:
             yield Violation(
                 2,
                 f"slots {early.slot} and {late.slot}",
-                f"round {late.first_round} of epoch {late.epoch} began on slot {late.slot} {early.ended - late.began:.4f} s "
-                f"before round {early.last_round} of epoch {early.epoch} had ended on slot {early.slot}",
+                f"slot {late.slot} committed round {late.first_round} under epoch {late.epoch}, slot {early.slot} round "
+                f"{early.last_round} under epoch {early.epoch}",
             )

@@ -19,10 +19,10 @@ def soak(*options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
 
 
-def life(rss: list[float], fds: list[int]) -> list[Reading]:
-    """One reading each two seconds."""
+def life(rss: list[float], fds: list[int], started: float = 1.0) -> list[Reading]:
+    """One reading each four seconds."""
     return [
-        Reading(at_s=2.0 * i, kind="daemon", pid=1, rss_mb=mb, fds=n, threads=5)
+        Reading(at_s=4.0 * i, kind="daemon", pid=1, started=started, rss_mb=mb, fds=n, threads=5)
         for i, (mb, n) in enumerate(zip(rss, fds, strict=True))
     ]
 
@@ -44,6 +44,17 @@ def test_a_process_that_loads_at_first_and_works_in_bursts_is_not() -> None:
 
 def test_a_process_that_was_hardly_seen_is_not_judged() -> None:
     assert grown(life([50.0 * (i + 1) for i in range(10)], [20] * 10)) == ()
+
+
+def test_a_process_that_gets_more_peers_for_a_while_does_not_leak() -> None:
+    peers = [20 + 9 * (i // 7 % 2) for i in range(60)]
+    (life_,) = grown(life([50.0] * 60, peers))
+    assert not life_.too_much
+
+
+def test_two_processes_with_one_pid_are_two() -> None:
+    first, second = life([60.0] * 40, [20] * 40), life([300.0] * 40, [40] * 40, started=2.0)
+    assert not any(one.too_much for one in grown([*first, *second]))
 
 
 @pytest.mark.slow

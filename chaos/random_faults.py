@@ -1,0 +1,133 @@
+"""Random scenarios: faults, targets and moments drawn with one seed. Every one of them must end with nothing lost."""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import msgspec
+
+from chaos.scenario import API_VERSION, Scenario
+
+Fault = dict[str, Any]
+
+STATES: tuple[tuple[str, str], ...] = (
+    ("", "rank-gone"),
+    ("loss", "park"),
+    ("loss", "commit"),
+    ("loss", "resume"),
+    ("loss", "ended"),
+    ("join", "load"),
+    ("join", "connect"),
+    ("join", "park"),
+    ("join", "commit"),
+    ("join", "resume"),
+    ("join", "ended"),
+)
+"""Of a healing: a kill comes first, the next fault at one of these."""
+BETWEEN_S = (0.2, 4.0)
+"""From one fault to the next, so that some come while the one before is still being healed."""
+
+
+def _ms(seconds: float) -> str:
+    return f"{int(seconds * 1000)}ms"
+
+
+def _kill(draw: Random) -> list[Fault]:
+    return [{"kind": "kill", "random": 1}]
+
+
+def _kill_two(draw: Random) -> list[Fault]:
+    return [{"kind": "kill", "random": 2}]
+
+
+def _stop(draw: Random) -> list[Fault]:
+    return [{"kind": "stop", "random": 1}]
+
+
+def _terminate(draw: Random) -> list[Fault]:
+    return [{"kind": "terminate", "random": 1}]
+
+
+def _stuck(draw: Random) -> list[Fault]:
+    return [{"kind": "stuck", "random": 1}]
+
+
+def _pause(draw: Random) -> list[Fault]:
+    """Under the stall rule: nobody may be removed for it."""
+    return [{"kind": "stop", "random": 1, "isFault": False, "duration": _ms(draw.uniform(0.05, 0.4))}]
+
+
+def _slow(draw: Random) -> list[Fault]:
+    return [
+        {"kind": "slow", "random": 1, "delay": _ms(draw.uniform(0.001, 0.01)), "duration": _ms(draw.uniform(0.5, 2.0))}
+    ]
+
+
+def _daemon_kill(draw: Random) -> list[Fault]:
+    return [{"kind": "daemon-kill"}]
+
+
+def _daemon_stop(draw: Random) -> list[Fault]:
+    return [{"kind": "daemon-stop", "duration": _ms(draw.uniform(0.3, 3.0))}]
+
+
+def _second_at_a_state(draw: Random) -> list[Fault]:
+    sequence, step = draw.choice(STATES)
+    when = {"sequence": sequence, "step": step}
+    second: Fault = {"kind": "kill", "random": 1} if draw.random() < 0.6 else {"kind": "daemon-kill"}
+    return [{"kind": "kill", "random": 1}, second | {"when": when}]
+
+
+def _joiner_at_a_state(draw: Random) -> list[Fault]:
+    when = {"sequence": "join", "step": draw.choice(("load", "connect", "park", "commit", "resume"))}
+    return [{"kind": "kill", "random": 1}, {"kind": "kill", "slots": "sequence", "when": when}]
+
+
+def _slow_disk(draw: Random) -> list[Fault]:
+    return [{"kind": "disk-slow", "delay": "500ms", "duration": "3s"}, {"kind": "kill", "random": 1}]
+
+
+CASES: tuple[tuple[Callable[[Random], list[Fault]], int], ...] = (
+    (_kill, 24),
+    (_kill_two, 8),
+    (_stop, 12),
+    (_terminate, 4),
+    (_stuck, 4),
+    (_pause, 6),
+    (_slow, 4),
+    (_daemon_kill, 8),
+    (_daemon_stop, 6),
+    (_second_at_a_state, 14),
+    (_joiner_at_a_state, 6),
+    (_slow_disk, 4),
+)
+"""What may happen, and how often against the others."""
+
+
+def drawn(seed: int, number: int, faults: int) -> tuple[Scenario, str]:
+    """The `number`-th scenario of a campaign, with at least `faults` faults, and its text."""
+    draw = Random(f"{seed}/{number}")
+    found: list[Fault] = []
+    at_s = draw.uniform(0.3, 1.5)
+    while len(found) < faults:
+        case = draw.choices([c for c, _ in CASES], [weight for _, weight in CASES])[0]
+        for fault in case(draw):
+            found.append(fault if "when" in fault else fault | {"at": _ms(at_s)})
+        at_s += draw.uniform(*BETWEEN_S)
+    waits = sum("when" in fault for fault in found)
+    text = {
+        "apiVersion": API_VERSION,
+        "kind": "Scenario",
+        "metadata": {
+            "name": f"random-{number:04d}",
+            "fear": "something that nobody thought of happens at a moment that nobody thought of",
+            "tags": ["random"],
+        },
+        "spec": {
+            "load": {"ratePerSecond": 5.0},
+            "faults": found,
+            # a state may not be come to once a fault before it has changed what happens
+            "expect": {"wholeWithin": "60s", "refusedFaults": waits},
+        },
+    }
+    return Scenario.model_validate(text), msgspec.json.format(msgspec.json.encode(text), indent=1).decode() + "\n"
