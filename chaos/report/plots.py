@@ -116,10 +116,10 @@ def swim_lanes(data: RunData, begin: float, end: float) -> str:
             )
             if begin < report.began < end:
                 axes.text(report.began - zero, 0.36, report.kind, fontsize=7, color=LINE)
+        axes.set_xlim(begin - zero, end - zero)
         _faults(axes, data, zero, len(slots) + 0.75)
         axes.set_yticks([0, *lanes.values()], ["sequence", *(f"slot {slot}" for slot in lanes)])
         axes.set_ylim(-0.6, len(slots) + 1.1)
-        axes.set_xlim(begin - zero, end - zero)
         axes.set_xlabel("seconds of the run")
 
     return svg(f"lanes-{data.run.id}", draw, (9, 1.2 + 0.5 * len(slots)))
@@ -140,10 +140,10 @@ def gantt(data: RunData, requests: Sequence[Request], begin: float, end: float) 
                 zorder=1,
             )
             axes.plot([t - zero for t in request.times], [row] * len(request.times), ".", color=TOKEN, markersize=2.6)
+        axes.set_xlim(begin - zero, end - zero)
         _faults(axes, data, zero, len(requests))
         axes.set_yticks(range(len(requests)), [str(request.n) for request in requests], fontsize=7)
         axes.set_ylim(-1, len(requests) + 1.2)
-        axes.set_xlim(begin - zero, end - zero)
         axes.set_ylabel("request")
         axes.set_xlabel("seconds of the run")
 
@@ -151,8 +151,11 @@ def gantt(data: RunData, requests: Sequence[Request], begin: float, end: float) 
 
 
 def _faults(axes: Axes, data: RunData, zero: float, height: float) -> None:
-    for fault in data.faults:
-        if fault.at:
-            axes.axvline(fault.at - zero, color=FAULT, linewidth=0.9)
-            where = ",".join(str(member.slot) for member in fault.members)
-            axes.text(fault.at - zero, height, f" {fault.kind} {where}", fontsize=7, color=FAULT, clip_on=True)
+    begin, end = axes.get_xlim()
+    shown = [fault for fault in data.faults if fault.at and begin <= fault.at - zero <= end]
+    for number, fault in enumerate(shown):
+        axes.axvline(fault.at - zero, color=FAULT, linewidth=0.9)
+        where = ",".join(str(member.slot) for member in fault.members)
+        # neighbours in time keep their words apart
+        at = height - 0.05 * height * (number % 3)
+        axes.text(fault.at - zero, at, f" {fault.kind} {where}", fontsize=7, color=FAULT, clip_on=True)

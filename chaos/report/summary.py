@@ -183,7 +183,7 @@ def _restarts(data: RunData) -> tuple[float, ...]:
 
 
 def _availability(runs: Sequence[RunData]) -> Availability:
-    expected = sum(data.run.ledger.tokens_expected for data in runs)
+    expected = sum(data.run.ledger.sent * data.run.load.max_tokens for data in runs)
     got = sum(data.run.ledger.tokens for data in runs)
     return figures.together([figures.availability(data) for data in runs], got / expected if expected else 1.0)
 

@@ -103,6 +103,14 @@ def test_a_sound_record_has_no_violation(tmp_path: Path) -> None:
     assert found_in(tmp_path) == []
 
 
+def test_a_rank_that_died_with_a_round_which_the_others_discarded_is_no_violation(tmp_path: Path) -> None:
+    lines = sound()
+    died = next(i for i, line in enumerate(lines[1]) if is_view(4)(line))
+    lines[1] = [*lines[1][:died], stepped(BEGAN + 0.2, 10, 3)]
+    found = found_in(tmp_path, alter(lines, 0, is_view(4), live=(0,)))
+    assert not [violation for violation in found if violation.what.startswith("slot 0 committed round")]
+
+
 STEP_FAULTS: dict[str, tuple[int, Callable[[Lines], Lines]]] = {
     "an expert has no route": (1, lambda x: alter(x, 0, is_view(4), routed=((0,), (0,), (), (1,)))),
     "a route leads to a rank that is not live": (1, lambda x: alter(x, 0, is_view(4), routed=((0,), (0,), (1,), (5,)))),
