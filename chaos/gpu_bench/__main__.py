@@ -121,12 +121,23 @@ def _options(arguments: Sequence[str] | None) -> Options:
         "--budget", type=_positive, default=570.0, metavar="S", help="seconds in all; default: %(default)g"
     )
     parser.add_argument("--add", action="store_true", help="keep the other parts of the file in --out")
+    parser.add_argument("--pin-cores", action="store_true", help="each rank on cores of its own")
     parser.add_argument("--seed", type=int, default=0, help="of prompts; default: %(default)s")
     work = Path(tempfile.gettempdir())
     parser.add_argument("--work", type=Path, default=work, help="where checkpoints are kept; default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder; default: %(default)s")
     given = parser.parse_args(arguments)
-    return Options(given.cpu, given.seed, given.samples, given.budget, given.parts, given.work, given.out, given.add)
+    return Options(
+        cpu=given.cpu,
+        seed=given.seed,
+        scale=given.samples,
+        budget_s=given.budget,
+        parts=given.parts,
+        work=given.work,
+        out=given.out,
+        add=given.add,
+        pin_cores=given.pin_cores,
+    )
 
 
 def _parts(text: str) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ class Options:
     out: Path
     add: bool = False
     """Keep the parts of the file that is there already, unless they are run again."""
+    pin_cores: bool = False
 
     def count(self, samples: int) -> int:
         return max(1, round(samples * self.scale))
@@ -229,6 +230,7 @@ class Lab:
             "host_tier": False,
             "prepare_deadline_s": 120.0,
             "ep_backend": "shm" if self.options.cpu else "nixl-ep",
+            "pin_cores": self.options.pin_cores,
         }
         return GroupConfig(**(sizes | changes))
 
@@ -237,7 +239,11 @@ def describe(config: GroupConfig, model: Model) -> dict[str, Any]:
     """What a reader needs to judge a part's figures."""
     kept = ("ranks", "max_ranks", "slots_per_rank", "redundant_experts", "spares", "host_tier", "ep_timeout_s")
     values = {name: getattr(config, name) for name in kept}
-    values |= {"early_release": config.early_release, "captures": len(config.capture_sizes)}
+    values |= {
+        "early_release": config.early_release,
+        "pin_cores": config.pin_cores,
+        "captures": len(config.capture_sizes),
+    }
     return values | {"model": model.name, "moe_layers": model.layers, "experts": model.experts, "hidden": model.hidden}
 
 

@@ -20,6 +20,7 @@ from elastic.controller.sequences import Sequences
 from elastic.controller.spares import Spares
 from elastic.controller.state import ControllerLock, GroupState, drop_older_states, launched, load_state, save_state
 from elastic.controller.status import group_status
+from elastic.cores import confine_controller
 from elastic.errors import ElasticError, Infeasible, Retryable, Superseded
 from elastic.launch.base import Launched, Launcher
 from elastic.launch.local import LocalLauncher
@@ -99,6 +100,7 @@ class Executor:
         running by a failed form."""
         self.config.validate(self._group.model)
         self.config.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        confine_controller(self.config)
         if self._lock is not None:
             self._lock.acquire()
         try:

@@ -8,6 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from elastic.cores import confine_rank
 from elastic.errors import ElasticError
 from elastic.output import forgive_output
 from elastic.paths import config_path, read_config, socket_path
@@ -34,6 +35,7 @@ def main() -> int:
         else:
             from elastic.rank.boot import prepare, serve
 
+            confine_rank(config, options.slot)
             address = socket_path(config.root, options.slot, options.incarnation)
             serve(prepare(config, options.slot), options.slot, options.incarnation, address)
     except ElasticError as error:

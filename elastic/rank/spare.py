@@ -17,6 +17,7 @@ import torch
 from elastic import process
 from elastic.channel import read_frame
 from elastic.config import GroupConfig
+from elastic.cores import confine_rank
 from elastic.errors import ElasticError
 from elastic.fence import Controllers, part
 from elastic.paths import log_path, socket_path, spare_socket, unnamed_socket
@@ -40,6 +41,7 @@ def stand_by(config: GroupConfig, number: int) -> None:
     with path.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
+    confine_rank(config, order.slot)
     base.watch = Stopwatch()
     serve(base, order.slot, order.incarnation, socket_path(config.root, order.slot, order.incarnation))
 

@@ -105,6 +105,7 @@ class Policy(Model):
             ep_backend=target.ep_backend,
             gpus=target.gpus,
             spares=target.spares,
+            pin_cores=target.pin_cores,
             spare_gpus=target.spare_gpus,
             ep_timeout_s=target.ep_timeout_s,
             early_release=target.early_release,
