@@ -6,6 +6,7 @@
 #   make chaos-long HOURS=1 SEED=1              random faults for hours, minimised where one does harm
 #   make bench                                  20 faults measured, written to docs/results/bench-cpu.json
 #   make bench-gpu                              kills, refills, scaling and baselines on NVIDIA GPUs; see docs/results
+#   make mutants                                faults put into copies of the code, each to be caught by a scenario
 #   make bench-vllm                             a real vLLM with NIXL EP under healer, on two NVIDIA GPUs
 #   make bench-autoscale                        load rules in a closed loop, written to docs/results/autoscale.md
 #   make bench-placement VLLM_PYTHON=/a/venv/with/vllm/bin/python
@@ -26,7 +27,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help demo test test-vllm vllm-env lint chaos chaos-long bench bench-autoscale bench-gpu bench-vllm \
+.PHONY: help demo test test-vllm vllm-env lint chaos chaos-long mutants bench bench-autoscale bench-gpu bench-vllm \
 	bench-placement clean
 .NOTPARALLEL:
 
@@ -74,6 +75,9 @@ HOURS ?= 1
 SEED ?= 1
 chaos-long: $(VENV)/.dev
 	@$(BIN)/healer-chaos run --random --hours $(HOURS) --seed $(SEED) --out $(CHAOS_OUT) $(CHAOS_ARGS); $(CHAOS_REPORT)
+
+mutants: $(VENV)/.embedded
+	@$(BIN)/python -m chaos.mutants $(MUTANTS_ARGS)
 
 # On a machine with GPUs and vLLM 0.33: BENCH_ARGS="--vllm-python PATH" names its interpreter.
 bench-vllm: $(VENV)/.embedded

@@ -16,7 +16,7 @@ from healer.logs import LateLog
 from healer.metrics import Metrics
 from healer.policy import bounds
 from healer.policy.decide import Decision, Reason, Step
-from healer.policy.guards import UNRESPONSIVE
+from healer.policy.guards import WAITED_FOR
 from healer.policy.memory import (
     Began,
     Ended,
@@ -100,7 +100,7 @@ class Actions:
             match decision.step:
                 case Step.REPLACE | Step.SCALE_DOWN:
                     self._lose(decision)
-                case Step.RETRY if decision.cause in UNRESPONSIVE:
+                case Step.RETRY if decision.cause in WAITED_FOR:
                     self._target.release()
                 case Step.REFILL:
                     for slot in slots:

@@ -32,6 +32,7 @@ class Judge:
         self._hardware = Hardware()
         self._live: tuple[RankRef, ...] = ()
         self._since: dict[RankRef, float] = {}
+        self._regrouped_at = -math.inf
         self._said: dict[Subject, Verdict] = {}
         self._departed: list[Departed] = []
 
@@ -44,6 +45,8 @@ class Judge:
         # those that are there at the beginning have a past that nobody here has seen
         born = now if self._live else -math.inf
         self._since = {rank: self._since.get(rank, born) for rank in live}
+        if set(self._live) - set(live):
+            self._regrouped_at = now
         self._live = tuple(sorted(live))
         self._hardware = msgspec.structs.replace(self._hardware, since=self._since)
         for rank, verdict in [(s, v) for s, v in self._said.items() if isinstance(s, RankRef) and s not in live]:
@@ -61,7 +64,7 @@ class Judge:
     def judge(self, now: float) -> Judgement:
         """`now`: monotonic seconds."""
         standing = self._dossier.standing(now)
-        found = self.diagnosis = diagnose(standing, self._live, self.limits, now, self._hardware)
+        found = self.diagnosis = diagnose(standing, self._live, self.limits, now, self._hardware, self._regrouped_at)
         changed = tuple(v for v in found.all if v.key != self._key_before(v))
         self._said = {v.subject: v for v in found.all}
         refined = self._refine({v.subject: v for v in found.gpus}, now) if self._departed else ()

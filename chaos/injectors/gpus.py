@@ -47,13 +47,14 @@ class Nvml(Injector):
         self.checked(place)
         assert place.gpu_script is not None
         _, usual, play = FAULTS[self.fault]
+        script = Script.open(place.gpu_script)
+        if self.gpu >= script.gpus:
+            raise ElasticError(f"{place.gpu_script}: has the GPUs 0 to {script.gpus - 1}, no {self.gpu}")
         # before: the daemon may be quicker
         members = _on_gpu(place.run_dir, self.gpu)
         at = time.monotonic()
         with WRITING:
             script = Script.open(place.gpu_script)
-            if self.gpu >= script.gpus:
-                raise ElasticError(f"{place.gpu_script}: has the GPUs 0 to {script.gpus - 1}, no {self.gpu}")
             play(script, self.gpu, usual if self.value is None else self.value)
 
         def heal() -> None:

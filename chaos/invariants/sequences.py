@@ -22,6 +22,8 @@ def check(data: RunData) -> Iterator[Violation]:
     state = ""
     epoch = 0
     writer = 0
+    given: dict[int, int] = {}
+    """The newest epoch of each daemon's sequences: one that its predecessor told nobody of it may give again."""
     gone: set[int] = set()
     for line in data.sequences:
         where = f"daemon {line.daemon_pid}, at {line.at:.3f}"
@@ -39,6 +41,11 @@ def check(data: RunData) -> Iterator[Violation]:
             if running is None or (line.kind, line.epoch) != (running.kind, running.epoch):
                 if running is not None:
                     yield Violation(6, where, f"began {line.kind} while {running.kind} was running")
+                if line.epoch <= max(given.get(line.daemon_pid, 0), epoch):
+                    yield Violation(
+                        7, where, f"began {line.kind} under epoch {line.epoch}, which had been given before"
+                    )
+                given[line.daemon_pid] = line.epoch
                 running, state = line, "" if line.phase == "begin" else "begin"
             yield from _moved(where, line, state)
             state = line.phase
@@ -46,7 +53,8 @@ def check(data: RunData) -> Iterator[Violation]:
             report = line.report
             if report.outcome == "committed" and report.epoch < epoch:
                 yield Violation(7, where, f"committed epoch {report.epoch} after epoch {epoch}")
-            epoch = max(epoch, report.epoch)
+            if report.outcome == "committed":
+                epoch = max(epoch, report.epoch)
             running = None
     if running is not None and data.run.ended - running.at > 60:
         yield Violation(

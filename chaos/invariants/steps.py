@@ -2,10 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from chaos import records
 from chaos.invariants.violation import Violation
+from chaos.records import PhaseEvent
 from chaos.report.source import RunData
 from elastic.flight import Boot, Emission, StepLine, Stepped, Viewed
 
@@ -23,38 +24,62 @@ class Stretch:
     ended: float
 
 
+def _by_epoch() -> dict[int, dict[int, float]]:
+    return defaultdict(dict)
+
+
+@dataclass
+class _Group:
+    """What the ranks say together. Moments by epoch and slot."""
+
+    stretches: list[Stretch] = field(default_factory=list)
+    viewed: dict[int, dict[int, float]] = field(default_factory=_by_epoch)
+    """When the rank had taken the view over; of a commit that was given again, the last."""
+    began: dict[int, dict[int, float]] = field(default_factory=_by_epoch)
+    """When it began its first step under the epoch, whether or not that step counted."""
+
+
 def check(data: RunData) -> Iterator[Violation]:
-    stretches: list[Stretch] = []
+    group = _Group()
     for slot, path in records.step_files(data.path).items():
-        yield from _rank(slot, records.lines(path, StepLine), stretches)
-    yield from _together(stretches)
+        yield from _rank(slot, records.lines(path, StepLine), group)
+    yield from _together(group.stretches)
+    yield from _barrier(data, group)
 
 
-def _rank(slot: int, lines: Iterator[StepLine], stretches: list[Stretch]) -> Iterator[Violation]:
-    """One rank by itself; adds its stretches."""
+def _rank(slot: int, lines: Iterator[StepLine], group: _Group) -> Iterator[Violation]:
+    """One rank by itself; adds what it says to `group`."""
     view: Viewed | None = None
     first: Stepped | None = None
     step: Stepped | None = None
-    base = 0
+    base = incarnation = 0
     previous: StepLine | None = None
     for line in lines:
-        where = f"slot {slot}.{getattr(line, 'incarnation', 0)}, at {line.at:.3f}"
+        where = f"slot {slot}.{line.incarnation}, at {line.at:.3f}"
+        if line.incarnation < incarnation:
+            yield Violation(7, where, f"ran on after incarnation {incarnation} had begun in its slot")
+            continue
         match line:
             case Boot():
                 view = first = step = None
-                base = 0
+                base, incarnation = 0, line.incarnation
             case Viewed():
                 if view is not None and line.epoch < view.epoch:
                     yield Violation(7, where, f"went back from epoch {view.epoch} to {line.epoch}")
                 if line.base <= base:
                     yield Violation(7, where, f"numbers dispatches from {line.base} again, it was at {base}")
                 view, base = line, line.base
-            case Stepped(committed=True):
+                group.viewed[line.epoch][slot] = line.at
+            case Stepped():
+                group.began[line.epoch].setdefault(slot, line.began)
+                if not line.committed:
+                    previous = line
+                    continue
                 yield from _committed(where, line, view, first)
                 if step is not None and line.round <= step.round and line.epoch == step.epoch:
                     yield Violation(4, where, f"committed round {line.round} after round {step.round}")
                 first, step = first or line, line
-                _extend(stretches, slot, line)
+                _extend(group.stretches, slot, line)
             case Emission():
                 if not (isinstance(previous, Stepped) and previous.committed and previous.round == line.round):
                     yield Violation(4, where, f"emitted tokens of round {line.round} that did not follow its commit")
@@ -106,3 +131,19 @@ def _together(stretches: list[Stretch]) -> Iterator[Violation]:
                     f"{newest.last_round} under epoch {newest.epoch}",
                 )
         before |= {(one.slot, one.incarnation): one for one in group}
+
+
+def _barrier(data: RunData, group: _Group) -> Iterator[Violation]:
+    """After a loss no rank steps before all have taken the view over, and the daemon, who waits for that, lets them go. (A planned
+    change is taken over by each rank when it comes to the round, so there it may.)"""
+    phases = [line for line in data.sequences if isinstance(line, PhaseEvent) and line.kind == "loss"]
+    let_go = {line.epoch: line.at for line in phases if line.phase == "resume"}
+    for epoch in sorted({line.epoch for line in phases} & group.viewed.keys() & group.began.keys()):
+        first, began = min(group.began[epoch].items(), key=lambda found: found[1])
+        waited_for = {f"slot {slot} had taken the view over": at for slot, at in group.viewed[epoch].items()}
+        if epoch in let_go:
+            waited_for["the daemon let the ranks go"] = let_go[epoch]
+        last, at = max(waited_for.items(), key=lambda found: found[1])
+        if began < at:
+            told = f"slot {first} began to step {1e3 * (at - began):.1f} ms before {last}"
+            yield Violation(2, f"epoch {epoch}", told)

@@ -3,6 +3,8 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
+import msgspec
+
 from chaos import records
 from chaos.invariants.violation import Violation
 from chaos.records import Request
@@ -10,6 +12,18 @@ from chaos.report.source import RunData
 from elastic.flight import Emission, StepLine
 
 ENDED = ("length", "stop")
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """One token that a rank emitted."""
+
+    token: int
+    attempt: int
+    at: float
+
+
+_Emitted = dict[str, dict[int, list[_Said]]]
+"""By request and index of the token."""
 
 
 def check(data: RunData) -> Iterator[Violation]:
@@ -20,23 +34,25 @@ def check(data: RunData) -> Iterator[Violation]:
         yield from _request(request, expected.get(request.prompt))
         if emitted and request.id:
             yield from _from_a_rank(request, emitted.get(request.id, {}))
+            yield from _again(request, emitted.get(request.id, {}))
 
 
-def _emitted(data: RunData) -> dict[str, dict[int, set[int]]]:
-    """By request and index of the token: which tokens ranks emitted, whatever the attempt."""
-    found: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+def _emitted(data: RunData) -> _Emitted:
+    """What ranks emitted, whatever the attempt."""
+    found: _Emitted = defaultdict(lambda: defaultdict(list))
     for path in records.step_files(data.path).values():
         for line in records.lines(path, StepLine):
             if isinstance(line, Emission):
-                for request, _, start, tokens in line.tokens:
+                for request, attempt, start, tokens in line.tokens:
                     for index, token in enumerate(tokens, start):
-                        found[request][index].add(token)
+                        found[request][index].append(_Said(token, attempt, line.at))
     return found
 
 
-def _one_answer(emitted: dict[str, dict[int, set[int]]]) -> Iterator[Violation]:
+def _one_answer(emitted: _Emitted) -> Iterator[Violation]:
     for request, by_index in emitted.items():
-        for index, tokens in by_index.items():
+        for index, said in by_index.items():
+            tokens = {one.token for one in said}
             if len(tokens) > 1:
                 yield Violation(4, f"request {request}", f"token {index} was emitted as each of {sorted(tokens)}")
                 break
@@ -58,8 +74,23 @@ def _request(request: Request, expected: tuple[int, ...] | None) -> Iterator[Vio
         yield Violation(5, where, "was accepted and had neither an end nor an error")
 
 
-def _from_a_rank(request: Request, emitted: dict[int, set[int]]) -> Iterator[Violation]:
+def _from_a_rank(request: Request, emitted: dict[int, list[_Said]]) -> Iterator[Violation]:
     for index, token in enumerate(request.tokens):
-        if token not in emitted.get(index, ()):
+        if token not in (one.token for one in emitted.get(index, ())):
             yield Violation(4, f"request {request.n} {request.id}", f"token {index} ({token}) was emitted by no rank")
             return
+
+
+def _again(request: Request, emitted: dict[int, list[_Said]]) -> Iterator[Violation]:
+    """A request that is moved goes on behind what its client has. An older attempt may speak late, of a rank that hung."""
+    for index, had_at in enumerate(request.times):
+        if said := emitted.get(index):
+            newest = max(said, key=lambda one: (one.attempt, one.at))
+            if newest.at > had_at:
+                yield Violation(
+                    5,
+                    f"request {request.n} {request.id}",
+                    f"token {index} was emitted again by attempt {newest.attempt}, "
+                    f"{1e3 * (newest.at - had_at):.1f} ms after the client had it",
+                )
+                return

@@ -10,8 +10,11 @@ A rank (`ranks.py`). Unhealthy, on conclusive evidence:
 Unhealthy, on a quorum of independent sources:
 3. *hang*: silence for `stall_after_s`, and at least half of the other ranks (or the only one), each of them heard, wait for
    it within one round for as long, or saw its memory fail within `fault_window_s`.
-4. *stuck*: it beats, but its round has not moved for `silent_after_s`, it waits for nobody, and all other ranks that are
-   heard, and at least half of all, wait for it; and it is no dead link, nor a partition (`localise.py`).
+4. *stuck*: it beats, but its round has not moved for `silent_after_s`, it waits for nobody and has masked nobody since, and
+   all other ranks that are heard, and at least half of all, wait for it; and it is no dead link, nor a partition
+   (`localise.py`). Or it is cut off: its round has not moved for as long, and it is one of less than half of all ranks, each of
+   which waits for more than half of all and they for it, and nobody else waits for anybody (`waits.py`).
+   Neither holds within `silent_after_s` after a rank has left the group: what the others waited for is over then.
 
 Unhealthy, by deadline:
 5. *agent-lost*: its liveness socket closed although the process is alive, and silence for `stall_after_s`: it can take no
@@ -20,9 +23,10 @@ Unhealthy, by deadline:
 Rules 5 and 6 do not hold while more than half of the ranks not already explained by rules 1 and 2 are silent: then it is
 the telemetry that is in doubt.
 
-Unknown, which is neither healthy nor sick, and never acted upon:
+Unknown, which is neither healthy nor sick. No rank is touched for it; the step of a mutual wait may be run again:
 7. *telemetry-lost*: the daemon itself was late; nothing was heard since.
-8. *suspected*: any weaker sign: shorter silence, one witness, a fault report, a closed socket.
+8. *mutual-wait*: it beats, and it and another that beats wait for each other. *suspected*: any weaker sign: shorter
+   silence, one witness, a fault report, a closed socket.
 9. *unheard*: no beat since it became live.
 
 Healthy: a beat was heard, and nothing stands against it. A healthy verdict with a cause is a warning (*straggler*, *memory*).
@@ -54,6 +58,7 @@ Together (`blame.py`):
     `blame_after_s`. The death itself is acted upon at once: an XID that comes later refines the incident.
 """
 
+import math
 from collections.abc import Collection
 
 from healer.diagnosis.blame import Departed, Refined, join, refine
@@ -92,9 +97,11 @@ def diagnose(
     limits: Limits,
     now: float,
     hardware: Hardware = _NO_HARDWARE,
+    regrouped_at: float = -math.inf,
 ) -> Diagnosis:
     """Verdicts for every rank in `live`, for every GPU that is known or named by evidence, and for hosts of which something
-    is known. Evidence about or by ranks that are not in `live` is ignored. `now` in monotonic seconds."""
+    is known. Evidence about or by ranks that are not in `live` is ignored. `now`, and `regrouped_at`, when a rank last left,
+    in monotonic seconds."""
     about_ranks: dict[RankRef, list[Evidence]] = {rank: [] for rank in sorted(live)}
     about_gpus: dict[GpuRef, list[Standing]] = {gpu: [] for gpu in hardware.gpus}
     about_hosts: dict[HostRef, list[Standing]] = {}
@@ -106,7 +113,7 @@ def diagnose(
             about_hosts.setdefault(subject, []).append(one)
         elif subject in about_ranks and (reporter is None or reporter in about_ranks):
             about_ranks[subject].append(one.evidence)
-    ranks, where = judge_ranks(about_ranks, limits, now)
+    ranks, where = judge_ranks(about_ranks, limits, now, regrouped_at)
     if not about_gpus and not about_hosts:
         return Diagnosis(ranks=tuple(ranks.values()), where=where)
     hosts = judge_hosts(about_hosts, about_gpus, hardware.host, limits, now)

@@ -1,9 +1,11 @@
 """Rules 1 to 9: what the evidence about the ranks themselves says of each."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from healer.diagnosis.localise import Finding, Kind, Suspicions, localise
 from healer.diagnosis.verdict import Cause, Confidence, Health, Limits, Verdict
+from healer.diagnosis.waits import Waits, cut_off, mutual
 from healer.evidence import Evidence, RankRef, What
 
 DEAD_STATES = frozenset("ZXx")
@@ -47,9 +49,10 @@ class _Case:
 
 
 def judge_ranks(
-    about: Mapping[RankRef, Collection[Evidence]], limits: Limits, now: float
+    about: Mapping[RankRef, Collection[Evidence]], limits: Limits, now: float, regrouped_at: float = -math.inf
 ) -> tuple[dict[RankRef, Verdict], Finding]:
-    """A verdict for every live rank, from evidence about and by live ranks only; and where the trouble sits."""
+    """A verdict for every live rank, from evidence about and by live ranks only; and where the trouble sits.
+    `regrouped_at`: when a rank last left. What the others waited for then is over, and who stood still for it may move on."""
     cases = {rank: _Case(rank, own, now, limits) for rank, own in about.items()}
     settled: dict[RankRef, Verdict] = {}
     for rank, case in cases.items():
@@ -60,16 +63,22 @@ def judge_ranks(
     silent = sum(case.silence is not None for case in open_cases.values())
     in_doubt = 2 * silent > len(open_cases)
     where = _where(open_cases, limits)
+    waits = _waits(open_cases)
+    apart = cut_off(waits, len(cases))
+    both = mutual(waits)
+    settling = now - regrouped_at < limits.silent_after_s
     for rank, case in open_cases.items():
+        mates = both.get(rank, frozenset())
         if case.silence is None and What.NO_PROGRESS not in case.by_what:
-            settled[rank] = _open(case, where, in_doubt, now)
+            settled[rank] = _open(case, where, mates, in_doubt, now)
             continue
         others = [other for peer, other in open_cases.items() if peer != rank]
         settled[rank] = (
             _hang(case, others, limits, now)
-            or _stuck(case, others, where, limits, now)
+            or (None if settling else _stuck(case, others, where, limits, now))
+            or (None if settling or rank not in apart else _cut_off(case, apart, others, limits, now))
             or (None if in_doubt else _overdue(case, limits, now))
-            or _open(case, where, in_doubt, now)
+            or _open(case, where, mates, in_doubt, now)
         )
     return {rank: settled[rank] for rank in cases}, where
 
@@ -84,6 +93,16 @@ def _where(cases: Mapping[RankRef, _Case], limits: Limits) -> Finding:
                 row[rank] = min(began, row.get(rank, began))
     heard = frozenset(rank for rank, case in cases.items() if case.heard)
     return localise(Suspicions(frozenset(cases), heard, since), limits.stall_after_s)
+
+
+def _waits(cases: Mapping[RankRef, _Case]) -> Waits:
+    """Who that is heard waits for whom, now. A wait for a silent rank is one too."""
+    found: dict[RankRef, set[RankRef]] = {rank: set() for rank, case in cases.items() if case.heard}
+    for rank, case in cases.items():
+        for e in case.accusations:
+            if e.what == What.WAITED_ON and e.reporter in found:
+                found[e.reporter].add(rank)
+    return found
 
 
 def _dead(case: _Case, now: float) -> Verdict | None:
@@ -135,7 +154,10 @@ def _stuck(case: _Case, others: Collection[_Case], where: Finding, limits: Limit
         return None
     if where.kind in (Kind.LINKS, Kind.PARTITION):
         return None
-    if any(e.reporter == case.rank and e.what == What.WAITED_ON for other in others for e in other.accusations):
+    # who misses a peer itself, or has masked one since its round stopped, is no end of the chain
+    stood_since = still.at - float(still.value)
+    own = (e for other in others for e in other.accusations if e.reporter == case.rank)
+    if any(e.what == What.WAITED_ON or e.at >= stood_since for e in own):
         return None
     because = [e for e in _witnesses(case, others)[1] if e.what == What.WAITED_ON]
     witnesses = {e.reporter for e in because if e.reporter}
@@ -143,6 +165,24 @@ def _stuck(case: _Case, others: Collection[_Case], where: Finding, limits: Limit
     if not heard or witnesses != heard or 2 * len(witnesses) < len(others):
         return None
     text = f"is stuck: beats, but no round for {float(still.value):.2f} s, and all {len(witnesses)} others wait for it"
+    return case.verdict(Health.UNHEALTHY, Cause.STUCK, Confidence.QUORUM, (still, *because), now, text)
+
+
+def _cut_off(
+    case: _Case, apart: Collection[RankRef], others: Collection[_Case], limits: Limits, now: float
+) -> Verdict | None:
+    still = case.by_what.get(What.NO_PROGRESS)
+    if still is None or float(still.value) < limits.silent_after_s:
+        return None
+    because = [e for e in case.accusations if e.what == What.WAITED_ON and e.reporter not in apart]
+    witnesses = {e.reporter for e in because if e.reporter}
+    text = (
+        f"is cut off: beats, but no round for {float(still.value):.2f} s; {len(witnesses)} of {len(others)} others and it "
+        "wait for each other, and without it nobody would wait"
+    )
+    if len(apart) > 1:
+        shown = ", ".join(str(rank) for rank in sorted(apart))
+        text = text.replace("without it nobody", f"without {shown} nobody")
     return case.verdict(Health.UNHEALTHY, Cause.STUCK, Confidence.QUORUM, (still, *because), now, text)
 
 
@@ -169,7 +209,7 @@ _SIGNS: dict[What, Callable[[Evidence], str]] = {
 }
 
 
-def _open(case: _Case, where: Finding, in_doubt: bool, now: float) -> Verdict:
+def _open(case: _Case, where: Finding, mates: Collection[RankRef], in_doubt: bool, now: float) -> Verdict:
     lost = case.by_what.get(What.TELEMETRY_LOST)
     if lost is not None:
         text = f"is unknown: the daemon was late by {float(lost.value):.2f} s and has not heard it since"
@@ -185,8 +225,12 @@ def _open(case: _Case, where: Finding, in_doubt: bool, now: float) -> Verdict:
             words.append(f"process state {case.process.value}")
         if in_doubt and case.silence:
             words.append("most ranks are silent, so telemetry is in doubt")
-        text = "is suspected, not condemned: " + ", ".join(words)
         because = (*signs, *case.accusations)
+        if mates and case.silence is None:
+            shown = ", ".join(str(rank) for rank in sorted(mates))
+            text = f"is not condemned: it and {shown} wait for each other, " + ", ".join(words)
+            return case.verdict(Health.UNKNOWN, Cause.MUTUAL_WAIT, Confidence.NONE, because, now, text)
+        text = "is suspected, not condemned: " + ", ".join(words)
         return case.verdict(Health.UNKNOWN, Cause.SUSPECTED, Confidence.NONE, because, now, text)
     beat = case.by_what.get(What.BEAT_HEARD)
     if beat is None:

@@ -26,6 +26,8 @@ class Cause(StrEnum):
     SILENT = "silent"
     TELEMETRY_LOST = "telemetry-lost"
     SUSPECTED = "suspected"
+    MUTUAL_WAIT = "mutual-wait"
+    """Two ranks that beat wait for each other in one step: a word between them was lost, or their link is dead."""
     UNHEARD = "unheard"
     EXECUTOR = "executor"
     """Not a diagnosis: the executor itself gave the rank up, since it died unwatched or missed a commit's deadline."""

@@ -31,7 +31,7 @@ def decide(policy: Policy, verdicts: Collection[Verdict], state: State, now: flo
 def _nothing(round_: Round) -> Decision:
     verdicts, state = round_.verdicts, round_.state
     lost = tuple(v for v in verdicts if v.cause == Cause.TELEMETRY_LOST)
-    suspected = tuple(v for v in verdicts if v.cause == Cause.SUSPECTED)
+    suspected = tuple(v for v in verdicts if v.cause in (Cause.SUSPECTED, Cause.MUTUAL_WAIT))
     healthy, wanted = sum(v.health == Health.HEALTHY for v in verdicts), len(state.target)
     because: tuple[Verdict, ...] = ()
     if not verdicts:

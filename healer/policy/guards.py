@@ -38,6 +38,9 @@ UNRESPONSIVE = frozenset(
 """The group waits for such a rank: it cannot hand anything over, and every second counts."""
 
 
+WAITED_FOR = UNRESPONSIVE | {Cause.MUTUAL_WAIT}
+"""The group stands for it, so a retry drops the step in flight."""
+
 EVENTS = frozenset(STANDS_S) | {What.PEER_FAULT}
 """Evidence of a moment, which only time makes meaningless. Everything else stands until its source takes it back: silence or
 a lost GPU is as true after an hour as it was at first."""

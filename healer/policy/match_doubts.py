@@ -14,10 +14,10 @@ from healer.policy.schema.healing import CAUSES, CONFIDENCES
 CAUSES_OF: Mapping[Health, frozenset[Cause]] = {
     Health.UNHEALTHY: frozenset(Cause)
     - {
-        Cause.NONE, Cause.TELEMETRY_LOST, Cause.SUSPECTED, Cause.UNHEARD,
+        Cause.NONE, Cause.TELEMETRY_LOST, Cause.SUSPECTED, Cause.MUTUAL_WAIT, Cause.UNHEARD,
         Cause.THERMAL, Cause.STRAGGLER, Cause.FOREIGN_PROCESS, Cause.MEMORY,
     },
-    Health.UNKNOWN: frozenset({Cause.TELEMETRY_LOST, Cause.SUSPECTED, Cause.UNHEARD}),
+    Health.UNKNOWN: frozenset({Cause.TELEMETRY_LOST, Cause.SUSPECTED, Cause.MUTUAL_WAIT, Cause.UNHEARD}),
     Health.HEALTHY: frozenset(
         {
             Cause.NONE, Cause.STRAGGLER, Cause.MEMORY, Cause.REMAP, Cause.THERMAL, Cause.ECC, Cause.NVLINK,

@@ -5,10 +5,12 @@ from collections.abc import Collection, Iterator
 from healer.diagnosis import Cause, Health, Verdict
 from healer.evidence import RankRef
 from healer.policy import guards
+from healer.policy.ladder import backoff_s
 from healer.policy.memory import (
     BreakerOpened,
     Fault,
     FaultsSeen,
+    Ladder,
     Memory,
     Note,
     Quarantined,
@@ -21,7 +23,7 @@ from healer.policy.memory import (
 from healer.policy.probation import on_hold
 from healer.policy.records import State
 from healer.policy.rules import RuleBook, book_of
-from healer.policy.schema import Policy
+from healer.policy.schema import Policy, Rule
 
 
 def observe(policy: Policy, verdicts: Collection[Verdict], state: State, now: float) -> tuple[Note, ...]:
@@ -36,7 +38,7 @@ def observe(policy: Policy, verdicts: Collection[Verdict], state: State, now: fl
         memory = remember(memory, note)
     live = {rank.slot: rank for rank in state.live}
     for slot in sorted({*memory.ladders, *memory.faulty}):
-        if _recovered(book, memory, slot, live.get(slot), by_rank, state):
+        if _recovered(book, memory, slot, live.get(slot), by_rank, state, now):
             found.append(Recovered(slot, now))
     for note in found:
         memory = remember(memory, note)
@@ -77,6 +79,7 @@ def _recovered(
     rank: RankRef | None,
     by_rank: dict[RankRef, Verdict],
     state: State,
+    now: float,
 ) -> bool:
     ladder = memory.ladders.get(slot)
     if rank is None:
@@ -94,10 +97,22 @@ def _recovered(
     verdict = by_rank.get(rank)
     if verdict is None or verdict.health != Health.HEALTHY:
         return False
-    if ladder is None or ladder.rank != rank or verdict.cause == Cause.NONE:
+    if ladder is None or ladder.rank != rank:
         return True
     rule = book.by_name.get(ladder.rule)
+    if rule is not None and now < ladder.at + _proof_s(book.policy, rule.rule, ladder):
+        return False
+    if verdict.cause == Cause.NONE:
+        return True
     return rule is None or not rule.fits_health(Health.HEALTHY)
+
+
+def _proof_s(policy: Policy, rule: Rule, ladder: Ladder) -> float:
+    """How long after an attempt a healthy rank proves nothing. A step that is run again looks healthy until it has stood still
+    for `stallAfter` once more: taken for a success, a retry that has no effect would be the first one for ever."""
+    if ladder.rung >= len(rule.ladder) or rule.ladder[ladder.rung].action != "retry":
+        return 0.0
+    return max(backoff_s(rule, ladder.attempts, rule.ladder[ladder.rung]), 2.0 * policy.spec.detection.stall_after_s)
 
 
 def _quarantines(policy: Policy, memory: Memory, now: float) -> Iterator[Note]:

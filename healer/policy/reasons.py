@@ -155,6 +155,8 @@ written once.
    after the last attempt comes the next action, or a human where `onFailure` says so.
    * `retry` gives the rank time; a dead rank gets none. Where the group waits for the rank, all ranks drop the step in flight
      and run it again, so that a hiccup costs one pause and no rank; one that does not answer within `deadlines.commit` is lost.
+     So it is where two ranks that beat wait for each other (`mutual-wait`): neither is touched. The attempts of a retry begin
+     anew only when the rank has been healthy for its backoff, and for twice `detection.stallAfter`, since the last one.
    * `replace` releases the other ranks at once and refills the slot.
    * `scale-down` does the same, and the slot leaves the target.
    * `drain` hands the requests over first. A rank that cannot answer is scaled down instead.

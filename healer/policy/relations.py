@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from elastic.config import MAX_RUN_DIR
+from healer.diagnosis import Cause
 from healer.policy.bounds import gpus_used
 from healer.policy.conflict import Contradiction, repeated
 from healer.policy.daemon_relations import daemon_relations
@@ -194,6 +195,8 @@ def _ladder(policy: Policy, rule: Rule, place: KeyPath) -> Iterator[Contradictio
     if "human" in rule.actions[:-1]:
         yield Contradiction(ladder, (), f"{shown}: nothing follows 'human', expected it last")
     acting = set(rule.match.verdict) != {"unhealthy"}
+    # running the step again touches no rank
+    harmless = HARMLESS | {"retry"} if rule.match.cause == (Cause.MUTUAL_WAIT,) else HARMLESS
     for index, rung in enumerate(rule.ladder):
         here = (*ladder, index)
         if rung.action == "hook" and rung.hook is None:
@@ -206,8 +209,8 @@ def _ladder(policy: Policy, rule: Rule, place: KeyPath) -> Iterator[Contradictio
             text = f"{rung.hook!r} is not in spec.hooks, expected one of: {known}"
             yield Contradiction((*here, "hook"), ("spec", "hooks"), text)
         destructive = rung.action == "hook" and rung.hook in hooks and hooks[rung.hook].destructive
-        if acting and (rung.action not in HARMLESS or destructive):
-            text = "answers a rank that is not known to be sick, expected match.verdict [unhealthy], or only human and hooks that destroy nothing"
+        if acting and (rung.action not in harmless or destructive):
+            text = "answers a rank that is not known to be sick, expected match.verdict [unhealthy], or only human and hooks that destroy nothing, and retry where match.cause is [mutual-wait]"
             yield Contradiction(here, (*place, "match", "verdict"), text)
         if rung.action == "human" and (rung.max_attempts or rung.backoff_s or rung.deadline_s):
             yield Contradiction(here, (), "gives 'human' attempts or times, expected the name alone")

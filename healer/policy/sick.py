@@ -5,6 +5,7 @@ Ranks with the same rule, cause and place on the ladder are decided upon togethe
 
 import msgspec
 
+from healer.diagnosis import Cause
 from healer.policy import guards
 from healer.policy.bounds import Block, fewer_serving
 from healer.policy.ladder import Turn, turn
@@ -218,6 +219,10 @@ _VERBS = {
 }
 
 
+_AGAIN = "runs the step again for {which}"
+"""A retry where no rank is what the others wait for."""
+
+
 def _decision(choice: _Choice, members: list[Case], rule: CompiledRule, *, destructive: bool) -> Decision:
     head = _heading(choice, members, rule)
     return decision(
@@ -238,7 +243,8 @@ def _heading(choice: _Choice, members: list[Case], rule: CompiledRule) -> str:
     which = _which(members)
     if choice.step == Step.HUMAN:
         return f"did nothing, {which} needs a human (rule {rule.name})"
-    verb = _VERBS[choice.step].format(which=which, hook=choice.hook)
+    again = choice.step == Step.RETRY and members[0].verdict.cause == Cause.MUTUAL_WAIT
+    verb = (_AGAIN if again else _VERBS[choice.step]).format(which=which, hook=choice.hook)
     then = f", for hook {choice.hook}" if choice.hook and choice.step != Step.HOOK else ""
     return f"{verb}{then} (rule {rule.name})"
 

@@ -57,6 +57,10 @@ def stepped(at: float, round_: int, epoch: int, **changes: Any) -> Stepped:
     return msgspec.structs.replace(made, **changes)
 
 
+def booted_again(slot: int) -> Boot:
+    return Boot(slot=slot, incarnation=2, pid=200 + slot, at=BEGAN + 1, capacity=2, slots_per_rank=2)
+
+
 def sound() -> Lines:
     """Two ranks, ten rounds under each of two epochs; slot 0 emits the tokens of request 0 in the first eight."""
     found: Lines = {}
@@ -132,6 +136,10 @@ STEP_FAULTS: dict[str, tuple[int, Callable[[Lines], Lines]]] = {
     "a round is committed twice": (4, lambda x: alter(x, 1, is_step(5), round=4)),
     "an epoch is used again": (7, lambda x: alter(x, 1, is_view(4), base=3 << 24)),
     "a rank goes back to an older epoch": (7, lambda x: alter(x, 1, is_view(4), epoch=2)),
+    "a rank that was replaced runs on": (
+        7,
+        lambda x: {**x, 1: [*x[1], booted_again(1), stepped(BEGAN + 2, 20, 4)]},
+    ),
     "another rank emits other tokens for the same place": (
         4,
         lambda x: {
@@ -170,6 +178,27 @@ def test_a_token_that_no_rank_emitted_is_found(tmp_path: Path) -> None:
     assert {violation.invariant for violation in found_in(tmp_path, lines)} == {4}
 
 
+def emitted_again(attempt: int, at: float) -> Emission:
+    return Emission(at=at, incarnation=1, round=19, tokens=(("cmpl-0", attempt, 4, ANSWER[4:6]),))
+
+
+def test_a_replay_that_computes_again_what_the_client_has_is_found(tmp_path: Path) -> None:
+    lines = sound()
+    lines[1].append(emitted_again(2, BEGAN + 1))
+    (violation,) = found_in(tmp_path, lines)
+    assert violation.invariant == 5
+    assert "token 4 was emitted again by attempt 2" in violation.what
+
+
+def test_a_hung_rank_that_says_late_what_its_replacement_has_said_is_no_violation(tmp_path: Path) -> None:
+    lines = sound()
+    # the other rank's, of the second attempt, came in time; its step of the same round went before
+    index = next(i for i, line in enumerate(lines[1]) if is_step(2)(line))
+    lines[1].insert(index + 1, msgspec.structs.replace(emitted_again(2, BEGAN + 0.06), round=2))
+    lines[1].append(emitted_again(1, BEGAN + 1))
+    assert found_in(tmp_path, lines) == []
+
+
 def test_an_answer_with_one_explicit_error_is_no_violation(tmp_path: Path) -> None:
     failed = request(0, BEGAN, tokens=ANSWER[:8], finish="", error="no rank gave a token within 300 s")
     assert found_in(tmp_path, requests=(failed,)) == []
@@ -186,7 +215,7 @@ def gone(slot: int, at: float) -> DaemonEvent:
     return DaemonEvent(at=at, daemon_pid=9, what="rank-gone", slot=slot, incarnation=1)
 
 
-FAULT = kill(1, BEGAN + 2, 1)
+FAULT = kill(1, BEGAN + 0.305, 1)
 REPORT = loss(FAULT, 0.05)
 ENDED = ReportEvent(at=REPORT.ended, daemon_pid=9, report=REPORT)
 HEALED = [gone(1, REPORT.began), *phases("loss", REPORT.began, "begin park commit resume"), ENDED]
@@ -209,6 +238,7 @@ SEQUENCE_FAULTS: dict[str, tuple[int, list[SequenceLine]]] = {
             *phases("join", BEGAN + 2, "load", pid=9),
         ],
     ),
+    "an epoch is given to a second sequence": (7, [*HEALED, *phases("join", BEGAN + 5, "begin load")]),
     "a committed epoch goes back": (
         7,
         [*HEALED, ReportEvent(at=BEGAN + 9, daemon_pid=9, report=msgspec.structs.replace(REPORT, epoch=2))],
@@ -221,8 +251,8 @@ SEQUENCE_FAULTS: dict[str, tuple[int, list[SequenceLine]]] = {
 }
 
 
-def with_sequences(tmp_path: Path, lines: list[SequenceLine]) -> list[Violation]:
-    path = write_run(tmp_path / "run", faults=(FAULT,), requests=(request(0, BEGAN),), steps_of=sound())
+def with_sequences(tmp_path: Path, lines: list[SequenceLine], steps: Lines | None = None) -> list[Violation]:
+    path = write_run(tmp_path / "run", faults=(FAULT,), requests=(request(0, BEGAN),), steps_of=steps or sound())
     records.write_lines(path / records.SEQUENCES, lines)
     entry = JournalEntry(
         seq=2,
@@ -245,6 +275,19 @@ def test_a_sound_healing_has_no_violation(tmp_path: Path) -> None:
 def test_a_violation_in_the_sequences_is_found(tmp_path: Path, fear: str) -> None:
     invariant, lines = SEQUENCE_FAULTS[fear]
     assert invariant in {violation.invariant for violation in with_sequences(tmp_path, lines)}
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_rank_that_steps_before_all_have_the_view_after_a_loss_is_found(tmp_path: Path, committed: bool) -> None:
+    early = alter(sound(), 0, is_step(10), began=BEGAN + 0.299, committed=committed)
+    assert [violation.invariant for violation in with_sequences(tmp_path, HEALED, early)] == [2]
+
+
+def test_a_rank_that_steps_before_the_daemon_lets_it_go_is_found(tmp_path: Path) -> None:
+    let_go = PhaseEvent(at=BEGAN + 0.4, daemon_pid=9, kind="loss", phase="resume", epoch=4, slots=(1,))
+    (violation,) = with_sequences(tmp_path, [*phases("loss", BEGAN + 0.2, "begin park commit"), let_go])
+    assert violation.invariant == 2
+    assert violation.what.endswith("before the daemon let the ranks go")
 
 
 def test_a_lost_line_of_the_journal_is_found(tmp_path: Path) -> None:

@@ -143,9 +143,19 @@ async def scale(
 
 
 async def ask(deployment: Deployment, slots: list[int]) -> None:
-    """The daemon may die while it answers; who asked asks again."""
-    with contextlib.suppress(httpx.HTTPError):
-        assert (await deployment.post("/scale", {"slots": slots})).is_success
+    """The daemon may die while it answers; who asked asks again. One that has just begun may say that it is not ready yet."""
+
+    async def taken() -> bool | None:
+        try:
+            answer = await deployment.post("/scale", {"slots": slots})
+        except httpx.HTTPError:
+            return True
+        if answer.status_code == httpx.codes.CONFLICT and "starting" in answer.text:
+            return None
+        assert answer.is_success, answer.text
+        return True
+
+    await eventually(taken, f"slots {slots} are asked for", 30)
 
 
 async def restarted(deployment: CrashingDeployment, done: Any) -> bool:

@@ -397,11 +397,11 @@ async def _replaced(place: Place, slot: int, old: dict[int, Member]) -> bool | N
 
 
 async def _whole(place: Place, slots: list[int]) -> bool | None:
-    """All of them have committed and resumed the same newest view."""
+    """All of them have resumed, or gone over to, the same newest view."""
     resumed = []
     for member in place.members().values():
         path = place.run_dir / "commands" / f"rank-{member.slot}.{member.incarnation}.jsonl"
         accepted = [msgspec.json.decode(line, type=Accepted) for line in path.read_bytes().splitlines()]
         resumed.append((member.slot, accepted[-1].kind, accepted[-1].epoch) if accepted else (member.slot, "", 0))
-    same = len({(kind, epoch) for _, kind, epoch in resumed}) == 1 and {kind for _, kind, _ in resumed} == {"Resume"}
+    same = len({epoch for _, _, epoch in resumed}) == 1 and {kind for _, kind, _ in resumed} <= {"Resume", "Switch"}
     return True if same and sorted(slot for slot, _, _ in resumed) == slots else None

@@ -1,3 +1,5 @@
+import math
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,17 +7,20 @@ from hypothesis import strategies as st
 from healer.diagnosis import Cause, Confidence, Health, Verdict, diagnose
 from healer.dossier import Dossier
 from healer.evidence import Evidence, RankRef, What
+from healer.judge import Judge
 from tests.healer.support import LIMITS, Notes, rank
 
 FOUR = tuple(rank(s) for s in range(4))
 
 
-def judge(*evidence: Evidence, live: tuple[RankRef, ...] = FOUR, now: float = 100.0) -> dict[int, Verdict]:
+def judge(
+    *evidence: Evidence, live: tuple[RankRef, ...] = FOUR, now: float = 100.0, regrouped_at: float = -math.inf
+) -> dict[int, Verdict]:
     """The verdicts when all live ranks were heard, and then this was seen."""
     note, dossier = Notes(), Dossier()
     dossier.extend(note(r.slot, What.BEAT_HEARD, at=0.0) for r in live)
     dossier.extend(evidence)
-    return {v.rank.slot: v for v in diagnose(dossier.standing(now), live, LIMITS, now).ranks}
+    return {v.rank.slot: v for v in diagnose(dossier.standing(now), live, LIMITS, now, regrouped_at=regrouped_at).ranks}
 
 
 def sick(verdicts: dict[int, Verdict]) -> dict[int, Cause]:
@@ -152,6 +157,90 @@ def test_a_rank_that_waits_for_the_real_culprit_is_not_blamed_for_its_own_lack_o
     assert sick(judge(*found)) == {}, "each waits for the other: which of them is stuck cannot be told"
 
 
+def waits(rows: dict[int, tuple[int, ...]], *, still: tuple[int, ...] = (), for_s: float = 10.0) -> list[Evidence]:
+    """Who waits for whom, and the ranks whose round has not moved for `for_s`."""
+    note = Notes()
+    found = [note(peer, What.WAITED_ON, 1.0, by=by, at=91.0) for by, row in rows.items() for peer in row]
+    return found + [note(slot, What.NO_PROGRESS, for_s, at=100.0) for slot in still]
+
+
+def test_two_healthy_ranks_that_wait_for_each_other_are_told_from_suspects_and_not_condemned() -> None:
+    found = judge(*waits({0: (3,), 3: (0,), 1: (0,), 2: (0,)}, still=(0, 3), for_s=60.0))
+    assert sick(found) == {}
+    assert {slot: v.cause for slot, v in found.items() if v.health == Health.UNKNOWN} == {
+        0: Cause.MUTUAL_WAIT,
+        3: Cause.MUTUAL_WAIT,
+    }
+    assert "it and rank 3.0 wait for each other" in found[0].sentence
+
+
+def test_a_wait_for_a_rank_that_is_silent_is_no_mutual_wait() -> None:
+    note = Notes()
+    found = judge(*waits({0: (3,), 3: (0,)}), note(3, What.SILENCE, 1.0))
+    assert {found[0].cause, found[3].cause} == {Cause.SUSPECTED}, "what a silent rank once said does not count"
+
+
+def test_a_rank_cut_off_from_most_others_is_condemned_when_the_long_deadline_has_passed() -> None:
+    rows = {0: (2,), 1: (2,), 2: (0, 1)}
+    three = FOUR[:3]
+    assert sick(judge(*waits(rows, still=(0, 1, 2), for_s=9.9), live=three)) == {}
+    found = judge(*waits(rows, still=(0, 1, 2)), live=three)
+    assert sick(found) == {2: Cause.STUCK}
+    assert found[2].confidence == Confidence.QUORUM
+    assert "is cut off" in found[2].sentence
+
+
+def test_of_a_partition_the_smaller_side_goes_and_of_two_equal_sides_none() -> None:
+    five = tuple(rank(s) for s in range(5))
+    rows = {0: (3, 4), 1: (3, 4), 2: (3, 4), 3: (0, 1, 2), 4: (0, 1, 2)}
+    found = judge(*waits(rows, still=tuple(range(5))), live=five)
+    assert sick(found) == {3: Cause.STUCK, 4: Cause.STUCK}
+    assert "without rank 3.0, rank 4.0 nobody would wait" in found[3].sentence
+    halves = judge(*waits({0: (2, 3), 1: (2, 3), 2: (0, 1), 3: (0, 1)}, still=tuple(range(4)), for_s=600.0))
+    assert sick(halves) == {}
+    pair = judge(*waits({0: (1,), 1: (0,)}, still=(0, 1), for_s=600.0), live=FOUR[:2])
+    assert sick(pair) == {}, "one word against another"
+
+
+def test_healthy_ranks_that_wait_behind_a_cut_are_not_removed_in_place_of_the_one_that_is_cut_off() -> None:
+    """Seen with ranks 0 and 1 on one side and 2 on the other: words under way when the network parted let rank 0 wait for
+    rank 1, and the first time-out, of rank 1, left it waiting for nobody while the others still waited for it."""
+    note, three = Notes(), FOUR[:3]
+    before = waits({0: (1,), 1: (2,), 2: (0, 1)}, still=(0, 1, 2))
+    assert sick(judge(*before, live=three)) == {}
+    masked = note(2, What.PEER_FAULT, "timeout/ep", by=1, at=101.0)
+    ended = note(2, What.WAIT_ENDED, 23, by=1, at=101.0)
+    assert sick(judge(*before, masked, ended, live=three, now=101.1)) == {}
+
+
+def test_a_rank_that_masked_a_peer_long_before_it_hung_is_condemned_all_the_same() -> None:
+    note = Notes()
+    found = waits({0: (1,), 2: (1,), 3: (1,)}, still=(1,))
+    masked = [note(3, What.PEER_FAULT, "timeout/ep", by=by, at=80.0) for by in (0, 1, 2)]
+    assert sick(judge(*found, *masked)) == {1: Cause.STUCK}
+
+
+def test_those_who_waited_for_a_rank_that_has_just_left_are_not_condemned_before_they_can_go_on() -> None:
+    found = waits({0: (1,)}, still=(0, 1))
+    two = FOUR[:2]
+    assert sick(judge(*found, live=two, regrouped_at=99.9)) == {}
+    assert sick(judge(*found, live=two, regrouped_at=90.0)) == {1: Cause.STUCK}
+
+
+def test_the_judge_of_a_loop_gives_those_who_are_left_time_when_a_rank_leaves() -> None:
+    note, three, judge_ = Notes(), FOUR[:3], Judge(LIMITS)
+    judge_.watch(three, 0.0)
+    judge_.take([note(r.slot, What.BEAT_HEARD, at=0.0) for r in three])
+    judge_.take(waits({0: (1, 2), 1: (2,)}, still=(0, 1, 2)))
+    judge_.watch(three[:2], 100.0)
+
+    def condemned(now: float) -> set[int]:
+        return {v.rank.slot for v in judge_.judge(now).diagnosis.ranks if v.health == Health.UNHEALTHY}
+
+    assert condemned(100.1) == set(), "rank 0 waits for rank 1, which waited for the one that has left"
+    assert condemned(110.1) == {1}, "and has not gone on since"
+
+
 def test_silence_alone_in_an_idle_group_is_only_a_suspicion_until_the_long_deadline() -> None:
     note = Notes()
     early = judge(note(1, What.SILENCE, 1.0), note(1, What.PROCESS_STATE, "S"))
@@ -230,3 +319,26 @@ def test_healthy_ranks_that_beat_are_never_condemned_whatever_their_peers_say(ac
         for what in (What.WAITED_ON, What.PEER_FAULT)
     ]
     assert sick(judge(*found)) == {}
+
+
+_WORDS = st.lists(
+    st.tuples(st.integers(0, 3), st.sampled_from([What.WAITED_ON, What.PEER_FAULT]), st.floats(0.0, 100.0)), max_size=12
+)
+
+
+@given(st.integers(0, 3), _WORDS)
+def test_whatever_one_rank_says_of_its_peers_no_rank_that_beats_is_condemned(liar: int, words: list) -> None:  # type: ignore[type-arg]
+    note = Notes()
+    found = [note(slot, What.NO_PROGRESS, 600.0) for slot in range(4)]
+    found += [note(slot, what, 9.0, by=liar, at=at) for slot, what, at in words if slot != liar]
+    assert sick(judge(*found)) == {}
+
+
+@given(st.dictionaries(st.integers(0, 4), st.sets(st.integers(0, 4), max_size=4), max_size=5))
+def test_a_rank_that_beats_is_condemned_only_by_at_least_half_of_all_others(rows: dict[int, set[int]]) -> None:
+    five = tuple(rank(s) for s in range(5))
+    told = {by: tuple(peer for peer in row if peer != by) for by, row in rows.items()}
+    found = sick(judge(*waits(told, still=tuple(range(5)), for_s=600.0), live=five))
+    for slot in found:
+        assert sum(slot in row for row in told.values()) >= 2
+    assert 2 * len(found) < 5

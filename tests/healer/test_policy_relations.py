@@ -68,6 +68,15 @@ REFUSED = [
     (rule("{name: a, actions: [{action: human, backoff: 2s}]}"), "gives 'human' attempts or times"),
     (rules("{name: a, actions: [human]}", "{name: a, actions: [human]}"), "rules[1].name: 'a' is used twice"),
     (rule("{name: a, match: {verdict: [unknown]}, actions: [replace]}"), "answers a rank that is not known to be sick"),
+    (rule("{name: a, match: {verdict: [unknown]}, actions: [retry]}"), "and retry where match.cause is [mutual-wait]"),
+    (
+        rule("{name: a, match: {verdict: [unknown], cause: [mutual-wait, suspected]}, actions: [retry]}"),
+        "answers a rank that is not known to be sick",
+    ),
+    (
+        rule("{name: a, match: {verdict: [unknown], cause: [mutual-wait]}, actions: [retry, replace]}"),
+        "actions[1]: answers a rank that is not known to be sick",
+    ),
     (rule("{name: a, match: {verdict: [healthy]}, actions: [drain]}"), "answers a rank that is not known to be sick"),
     (
         HOOKS + rule("{name: a, match: {verdict: [unhealthy, unknown]}, actions: [{hook: reset}]}"),

@@ -143,6 +143,27 @@ def test_a_partition_into_two_halves_condemns_neither() -> None:
     assert found.suspects() == {f"rank {slot}.0" for slot in range(4)}
 
 
+def test_a_word_that_is_lost_between_two_healthy_ranks_condemns_neither_and_tells_them_from_a_suspicion() -> None:
+    found = judged("lost-completion")
+    assert found.sick() == set()
+    for slot in (0, 3):
+        assert (U, Cause.MUTUAL_WAIT) in found.story(f"rank {slot}.0")
+        assert found.story(f"rank {slot}.0")[-1] == (H, Cause.NONE)
+    assert found.suspects() == {"rank 0.0", "rank 3.0"}, "those who only wait are not suspected"
+
+
+def test_of_a_host_that_is_cut_off_from_most_others_the_one_is_condemned_and_no_other() -> None:
+    found = judged("host-cut-off")
+    assert found.causes() == [(Cause.STUCK, (3,))]
+    assert found.sick() == {"rank 3.0"}
+    (condemned,) = [v for v in found.said("rank 3.0") if v.health == S]
+    assert "3 of 3 others and it wait for each other" in condemned.sentence
+
+
+def test_ranks_that_wait_behind_a_cut_are_not_condemned_nor_is_one_that_has_just_masked_its_peer() -> None:
+    assert judged("cut-off-within-a-step").sick() == set()
+
+
 def test_a_straggler_is_named_and_left_alone() -> None:
     found = judged("straggler")
     assert found.story("rank 2.0") == [(H, Cause.NONE), (H, Cause.STRAGGLER), (H, Cause.NONE)]

@@ -13,6 +13,11 @@ an engine behind. Ranks of one group meet in the folder FAKE_VLLM: who is there,
 
 With a file `pr46370` among them the ranks speak fault tolerance as pull request 46370 has it, and hold its rules: `broken_rules`
 names those that were not kept. `cannot_remove` lets `scale_down` fail, `hang_remove` never end.
+
+Started with HEALER_COORDINATION=1 they have the routes of healer's plugin too, with rules of their own among `broken_rules`:
+
+    vote_no     orders fail on this rank      stock       the plugin is not in force      bad_joiner  the joiner ends in its preparation
+    no_commit   the commit of a refill fails  slow_order  an order is not carried out before this is removed
 """
 
 # ruff: noqa: ASYNC110, ASYNC251
@@ -32,6 +37,7 @@ OPTIONS = {
 }
 RANK, PORT = int(OPTIONS["data-parallel-rank"]), int(OPTIONS["port"])
 JOINS = os.environ.get("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH") == "1"
+FILLS, PLUGIN = os.environ.get("HEALER_REFILL") == "1", os.environ.get("HEALER_COORDINATION") == "1"
 SLEEP = ["-S", "-E", "-c", "import time; time.sleep(1e6)"]
 
 
@@ -80,6 +86,7 @@ class Rank:
         self.retried, self.answers = False, 0
         self.unhealthy, self.removed = False, set[int]()
         self.last: dict[str, str] = {}
+        self.epoch = 0
 
     def child(self, title: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([title, *SLEEP], executable=sys.executable)
@@ -90,8 +97,72 @@ class Rank:
 
     def others(self) -> list[str]:
         """States of all engines of the group."""
+        if PLUGIN and RANK not in self.live:
+            return []
         there = (r for r in range(self.size) if r not in self.removed)
         return [state_of(int(str(get(f"ranks/{r}", 0)))) for r in there]
+
+    @property
+    def live(self) -> list[int]:
+        """By the plugin's last order that all have carried out."""
+        return [r for r in range(self.size) if r not in self.removed]
+
+    def sick(self) -> bool:
+        return (any(s in "ZX" for s in self.others()) and bool(self.running)) or fault("unhealthy")
+
+    async def in_place(self, path: str, body: object) -> tuple[int, object]:
+        if fault("stock"):
+            return 503, {"error": {"message": "not in force: this is another vLLM", "code": 503}}
+        if path == "":
+            engine = {
+                "slot": RANK,
+                "size": self.size,
+                "live": self.live,
+                "epoch": self.epoch,
+                "fault": "",
+                "phase": None,
+            }
+            engine |= {"status": "unhealthy" if self.sick() else "healthy", "refill": "", "refill_error": "", "wave": 1}
+            engine |= {"running": self.running, "waiting": 0, "max_size": 4, "redundant_experts": 8}
+            return 200, {"schema": 1, "state": "ready", "reason": "", "vllm": "0.33.0", "engine": engine}
+        assert isinstance(body, dict)
+        epoch, self.epoch = self.epoch, max(self.epoch, body["epoch"])
+        answer = {"epoch": body["epoch"], "slot": RANK, "phase": "serve", "serves": True, "ok": True}
+        if path == "/shrink":
+            return await self.order(epoch, body, answer)
+        if path == "/refill/prepare":
+            put(f"eep/{RANK}", body["epoch"])
+        if path == "/refill/commit":
+            if fault("no_commit"):
+                return 409, answer | {"ok": False, "detail": "injected"}
+            self.removed -= {int(r) for r in self.removed if get(f"eep/{r}") == body["epoch"]}
+            put(f"committed_refill/{body['epoch']}", self.live)
+        return 200, answer
+
+    async def order(self, epoch: int, body: dict, answer: dict) -> tuple[int, object]:
+        gone = [r for r in self.live if r not in body["survivors"]]
+        alive = [r for r in gone if state_of(int(str(get(f"ranks/{r}", 0)))) not in "ZX"]
+        if alive or RANK in gone:
+            put(f"broken_rules/{RANK}", f"ranks {alive} live, and are left out")
+        if body["epoch"] <= epoch:
+            return 409, answer | {"serves": False, "phase": "park", "refused": "stale"}
+        put(f"orders/{body['epoch']}/{RANK}", body["survivors"])
+        while fault("slow_order"):
+            await asyncio.sleep(0.02)
+        end = time.monotonic() + body["timeout_s"]
+        while any(get(f"orders/{body['epoch']}/{r}") != body["survivors"] for r in body["survivors"]):
+            await asyncio.sleep(0.02)
+            if time.monotonic() > end:
+                return 200, answer | {"serves": False, "phase": "meet", "detail": "not all came"}
+        if (DIR / "faults/vote_no").exists() or any((DIR / f"faults/vote_no_{r}").exists() for r in body["survivors"]):
+            return 200, answer | {
+                "serves": False,
+                "phase": "workers" if fault("vote_no") else "vote",
+                "detail": "injected",
+            }
+        self.removed |= set(gone)
+        (DIR / f"faults/unhealthy_{RANK}").unlink(missing_ok=True)
+        return 200, answer
 
     async def generate(self, body: dict) -> tuple[int, object]:
         self.running += 1
@@ -180,6 +251,8 @@ class Rank:
             return 200, f"{text}vllm:generation_tokens_total{label} {self.generated}.0\n"
         if "/fault_tolerance/" in path and fault("pr46370"):
             return await self.fault_tolerance(path, body)
+        if path.startswith("/v1/healer/in-place"):
+            return await self.in_place(path.removeprefix("/v1/healer/in-place"), body) if PLUGIN else (404, {})
         if path == "/fault_tolerance/status":
             dead = any(s in "ZX" for s in self.others()) and self.running
             sick = dead or (fault("unhealthy") and not (self.retried and not fault("half")))
@@ -255,7 +328,9 @@ class Rank:
 
     async def run(self) -> None:
         put(f"ranks/{RANK}", self.engine)
-        if JOINS:
+        if FILLS:
+            await self.fill()
+        elif JOINS:
             put(f"ready/{RANK}", 1)
             while not any((DIR / f"committed/{e:x}").exists() and self.committed(f"{e:x}") for e in range(1, 99)):
                 await asyncio.sleep(0.02)
@@ -277,6 +352,22 @@ class Rank:
         for child in self.children:
             child.kill()
         os._exit(0)
+
+    async def fill(self) -> None:
+        put(f"hello/{RANK}", os.getpid())
+        while get("answered") != os.getpid():
+            await asyncio.sleep(0.02)
+        if fault("bad_joiner"):
+            print("RuntimeError: injected in its preparation", flush=True)
+            for child in self.children:
+                child.kill()
+            os._exit(1)
+        epoch = int(str(get("refill")))
+        put(f"eep/{RANK}", epoch)
+        while (found := get(f"committed_refill/{epoch}")) is None:
+            await asyncio.sleep(0.02)
+        assert isinstance(found, list)
+        self.removed, self.epoch = set(range(self.size)) - set(found), epoch
 
     def committed(self, epoch: str) -> bool:
         return get(f"committed/{epoch}/0") == self.size

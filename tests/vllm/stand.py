@@ -106,9 +106,13 @@ class Stand:
 
 
 @contextlib.asynccontextmanager
-async def standing(folder: Path, ranks: int = 2) -> AsyncIterator[Stand]:
-    """A group that serves; ended in any case."""
+async def standing(
+    folder: Path, ranks: int = 2, *, prepare: Callable[[Stand], None] | None = None
+) -> AsyncIterator[Stand]:
+    """A group that serves; ended in any case. `prepare` is called before its start."""
     stand = Stand(folder, ranks)
+    if prepare is not None:
+        prepare(stand)
     try:
         await stand.target.start()
         yield stand

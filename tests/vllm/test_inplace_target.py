@@ -1,19 +1,25 @@
 """The daemon's side of healing in place: the coordination process that it starts and adopts, and orders to whoever can take them."""
 
+import json
 import os
 import signal
 import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from elastic import process
 from elastic.errors import ElasticError
 from elastic.vllm.client import NoAnswer, RankClient
 from elastic.vllm.driver import HealFailed, RefillFailed, RefillLimits
-from healer.targets.vllm import in_place
+from elastic.vllm.records import GuardState
+from healer.cli import app
+from healer.policy.schema import VllmTarget
+from healer.targets.vllm import commands, in_place
 from healer.targets.vllm.in_place import InPlace, interpreter
 from healer.targets.vllm.processes import Processes
 from tests.vllm.inplace_fakes import FakeCoordination, FakeRanks, fixed
@@ -143,6 +149,108 @@ def test_the_interpreter_is_that_of_the_command(tmp_path: Path) -> None:
 
 
 async def test_no_coordination_process_ends_in_order(tmp_path: Path) -> None:
-    await place(tmp_path).quit()
+    await in_place.quit(tmp_path)
     with pytest.raises(NoAnswer):
         await place(tmp_path)._coordination.info(deadline_s=1)
+
+
+ARGUMENTS = ("--enable-elastic-ep", "--enable-expert-parallel", "--enable-eplb", "--enable-fault-tolerance")
+
+
+def target(folder: Path, executable: str = "/nowhere/vllm", **changes: Any) -> VllmTarget:
+    fields: dict[str, Any] = {
+        "kind": "vllm",
+        "runDir": str(folder / "run"),
+        "ranks": 3,
+        "maxRanks": 4,
+        "model": "m",
+        "executable": executable,
+        "args": ARGUMENTS,
+    }
+    return VllmTarget.model_validate(fields | changes)
+
+
+def says(folder: Path, text: str) -> str:
+    """A command `vllm` whose interpreter answers so."""
+    command = folder / "vllm"
+    command.write_text(f"#!{python(folder, text)}\n")
+    command.chmod(0o755)
+    return str(command)
+
+
+async def verdict(found: VllmTarget) -> in_place.Verdict:
+    return await in_place.verdict(found, commands.arguments(found))
+
+
+@pytest.mark.parametrize("missing", ARGUMENTS)
+async def test_arguments_without_which_a_group_cannot_be_healed_in_place_are_named(
+    tmp_path: Path, missing: str
+) -> None:
+    found = await verdict(target(tmp_path, args=[each for each in ARGUMENTS if each != missing]))
+    assert (found.state, found.reason) == (GuardState.OFF, f"{missing} is not set")
+
+
+async def test_it_can_be_switched_off_in_the_policy(tmp_path: Path) -> None:
+    found = await verdict(target(tmp_path, inPlace="off"))
+    assert (found.state, found.reason) == (GuardState.OFF, "spec.target.inPlace is off")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import no_such_module_here", "ModuleNotFoundError"),
+        ("print('[1]')", "not beside vLLM"),
+        ('print(\'{"parts": {"worker": {"state": "odd", "reason": "x"}}, "plugins": []}\')', "not beside vLLM"),
+        (
+            'print(\'{"parts": {"worker": {"state": "stock", "reason": "f not as known"}}, "plugins": []}\')',
+            "f not as known",
+        ),
+    ],
+)
+async def test_a_vllm_that_is_not_known_stays_stock_and_the_reason_is_told(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    found = await verdict(target(tmp_path, says(tmp_path, text)))
+    assert found.state == GuardState.STOCK
+    assert told in found.reason
+
+
+def test_healer_vllm_check_says_whether_healing_in_place_is_in_force(tmp_path: Path) -> None:
+    answer = 'print(\'{"parts": {"engine": {"state": "ready", "reason": ""}}, "plugins": []}\')'
+    policy = tmp_path / "p.yaml"
+    for executable, state in ((says(tmp_path, answer), "ready"), ("/nowhere/vllm", "stock")):
+        text = {"kind": "vllm", "runDir": "run", "ranks": 3, "maxRanks": 4, "model": "m", "args": [*ARGUMENTS]}
+        spec = {"target": text | {"executable": executable}, "bounds": {"minRanks": 2}}
+        document = {"apiVersion": "healer/v1", "kind": "Policy", "metadata": {"name": "p"}, "spec": spec}
+        policy.write_text(json.dumps(document))
+        assert f"healing in place: {state}" in CliRunner().invoke(app, ["vllm", "check", str(policy)]).output
+        told = CliRunner().invoke(app, ["vllm", "check", "--json", str(policy)]).output
+        assert json.loads(told)["in_place"]["state"] == state
+
+
+def test_the_users_own_plugins_stay_loaded_beside_healers() -> None:
+    def plugins(user: dict[str, str]) -> str:
+        return in_place.environment(user, joins=False, coordinated=True, installed=["theirs"])["VLLM_PLUGINS"]
+
+    assert plugins({}) == "theirs,healer_in_place", "a list takes away those that it does not name"
+    assert plugins({"VLLM_PLUGINS": ""}) == "healer_in_place"
+    assert plugins({"VLLM_PLUGINS": "mine"}) == "mine,healer_in_place"
+
+
+async def test_experts_rows_of_an_earlier_launch_are_not_those_of_the_next_one(tmp_path: Path) -> None:
+    found = place(tmp_path)
+    copy = Path(found.variables(joins=False)["HEALER_EXPERT_COPY"])
+    async with FakeCoordination(tmp_path, "nothing").listening():
+        copy.write_bytes(b"old")
+        await found.begin([0, 1, 2])
+        assert not copy.exists()
+        copy.write_bytes(b"last")
+        await in_place.quit(tmp_path)
+    assert not copy.exists()
+
+
+async def test_a_place_for_experts_rows_that_the_user_names_is_left_alone(tmp_path: Path) -> None:
+    mine = os.environ | {"HEALER_EXPERT_COPY": "/dev/shm/mine"}
+    found = InPlace(tmp_path, "/nowhere/python", Processes(tmp_path), host="127.0.0.1", env=mine)
+    assert "HEALER_EXPERT_COPY" not in found.variables(joins=True)
+    assert found.variables(joins=True)["HEALER_REFILL"] == "1"

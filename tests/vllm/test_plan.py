@@ -138,6 +138,59 @@ def test_after_a_removal_the_size_changes_by_a_restart_at_a_quiet_moment_only() 
     assert decide(smaller).do == Do.NOTHING, "never a scaling of vLLM's own"
 
 
+HEALS: dict[str, Any] = {"in_place": ""}
+"""The ranks have the plugin, and can go on by it."""
+
+
+def test_ranks_with_the_plugin_go_on_in_place_whatever_vllm_itself_can_do() -> None:
+    for changes in ({}, {"can_remove": False}, {"scaled": True}, {"holes": True}, {"can_retry": False}):
+        step = decide(three({1: "process-death"}, rank(1, alive=False), **HEALS, **changes))
+        assert (step.do, step.slots) == (Do.HEAL, (1,)), changes
+
+
+def test_without_the_plugin_the_ladder_is_what_it_was() -> None:
+    dead = rank(1, alive=False)
+    assert decide(three({1: "x"}, dead, in_place="not loaded")).do == Do.REMOVE
+    assert decide(three({1: "x"}, dead, in_place="not loaded", can_remove=False)).do == Do.RESTART
+    step = decide(three({1: "x"}, dead, in_place="rank 2 has lost a worker", holes=True))
+    assert step.do == Do.RESTART, "the pull request's instruction knows of no empty places"
+
+
+def test_a_second_dead_rank_is_waited_for_a_moment_until_the_policy_has_given_it_up() -> None:
+    both = (rank(1, alive=False), rank(2, alive=False))
+    assert decide(three({1: "x"}, *both, **HEALS, lost_since=NOW - 1.0)).do == Do.NOTHING
+    assert decide(three({1: "x"}, *both, **HEALS, lost_since=NOW - 6.0)).do == Do.RESTART
+    step = decide(three({1: "x", 2: "x"}, *both, **HEALS))
+    assert (step.do, step.slots) == (Do.HEAL, (1, 2))
+
+
+def test_a_fault_costs_no_request_where_the_plugin_is_whoever_met_it() -> None:
+    for group in ((sick(0), sick(1)), (sick(0, NOW), rank(1))):
+        step = decide(facts(*group, **HEALS))
+        assert (step.do, step.slots) == (Do.HEAL, ())
+        assert decide(facts(sick(0), rank(1), **HEALS, retries=1)).do == Do.RESTART, "once"
+    assert decide(facts(sick(0), rank(1, alive=False), **HEALS)).do == Do.NOTHING
+
+
+def test_vllms_own_retry_is_never_sent_after_an_order_of_the_plugin() -> None:
+    step = decide(facts(sick(0), sick(1), ordered=True))
+    assert step.do == Do.RESTART
+    assert "after an order" in step.why
+
+
+def test_an_empty_place_is_filled_one_after_another_and_nothing_else_changes_the_size() -> None:
+    short: dict[str, Any] = {"holes": True, "in_place": "not asked"}
+    step = decide(facts(rank(0), rank(3), target=(0, 1, 2, 3), **short))
+    assert (step.do, step.slots) == (Do.FILL, (1,))
+    smaller = decide(facts(rank(0), rank(2), target=(0,), **short))
+    assert smaller.do == Do.NOTHING
+    assert "cannot leave" in smaller.why
+    assert decide(facts(rank(0), rank(2), **short)).do == Do.NOTHING, "nobody wants it back"
+    for doubt in ({"alive": False}, {"look": {"health": None, "gate": None, "scaling": None}}, {"canary": None}):
+        assert decide(facts(rank(0), rank(2, **doubt), target=(0, 1, 2), **short)).do == Do.NOTHING
+    assert decide(facts(rank(0), rank(2), target=(0, 1, 2), not_before=NOW + 1.0, **short)).do == Do.NOTHING
+
+
 def test_a_fault_that_every_engine_met_is_retried_once() -> None:
     group = (sick(0), sick(1))
     assert decide(facts(*group)).do == Do.RETRY
@@ -209,9 +262,10 @@ def test_after_a_failed_start_what_can_be_started_is_and_not_at_once() -> None:
     st.lists(st.sampled_from(["sound", "sick", "dead", "silent", "shut"]), min_size=1, max_size=4),
     st.sets(st.integers(0, 5), min_size=1, max_size=6),
     st.booleans(),
+    st.booleans(),
 )
 def test_no_facts_lead_to_a_scaling_of_an_unsound_group(
-    state: State, kinds: list[str], target: set[int], scaled: bool
+    state: State, kinds: list[str], target: set[int], scaled: bool, holes: bool
 ) -> None:
     make = {
         "sound": rank,
@@ -221,8 +275,9 @@ def test_no_facts_lead_to_a_scaling_of_an_unsound_group(
         "shut": lambda s: rank(s, look={"gate": Gate.SCALING}),
     }
     group = [make[kind](slot) for slot, kind in enumerate(kinds)]
-    step = decide(facts(*group, state=state, target=tuple(sorted(target)), scaled=scaled))
-    if step.do in (Do.GROW, Do.SHRINK):
+    step = decide(facts(*group, state=state, target=tuple(sorted(target)), scaled=scaled, holes=holes))
+    assert not (holes and step.do in (Do.GROW, Do.SHRINK)), "vLLM refuses it"
+    if step.do in (Do.GROW, Do.SHRINK, Do.FILL):
         assert state == State.SERVING
         assert set(kinds) == {"sound"}
     if state in ACTS_NEVER:

@@ -27,7 +27,8 @@ class Match(Model):
     """Every key that is given must fit; a list fits where one of its entries does. Empty: all that is unhealthy fits."""
 
     verdict: Verdicts = (Health.UNHEALTHY.value,)
-    """What the diagnosis says. Only `hook` and `human` may answer a healthy or an unknown rank."""
+    """What the diagnosis says. Only `hook` and `human` may answer a healthy or an unknown rank, and `retry` one whose only
+    `cause` is mutual-wait: two ranks that beat wait for each other."""
     cause: Causes | None = None
     """What the diagnosis gives as the cause."""
     confidence: Confidences | None = None
@@ -142,14 +143,26 @@ class Probation(Model):
 
 
 def _default_rules() -> tuple[Rule, ...]:
-    return (Rule.model_validate({"name": "any-fault", "actions": ["replace", "scale-down", "human"]}),)
+    return (
+        Rule.model_validate(
+            {
+                "name": "mutual-wait",
+                "match": {"verdict": ["unknown"], "cause": ["mutual-wait"]},
+                "actions": ["retry", "human"],
+                "maxAttempts": 3,
+                "backoff": "2s",
+            }
+        ),
+        Rule.model_validate({"name": "any-fault", "actions": ["replace", "scale-down", "human"]}),
+    )
 
 
 class Healing(Model):
     """What is done about faults."""
 
     rules: Annotated[tuple[Rule, ...], Listed, Field(max_length=1000)] = Field(default_factory=_default_rules)
-    """The first that matches wins. Absent: one rule for any fault, [replace, scale-down, human]. Empty: nothing is healed."""
+    """The first that matches wins. Absent: one rule for any fault, [replace, scale-down, human], and before it one that runs
+    the step of a mutual wait again, up to three times. Empty: nothing is healed."""
     deadlines: Deadlines = Field(default_factory=Deadlines)
     probation: Probation = Field(default_factory=Probation)
     verdict_max_age_s: Duration = 30.0

@@ -98,6 +98,9 @@ class VllmTarget(Model):
     hooks: VllmHooks = Field(default_factory=VllmHooks)
     canary: Canary = Field(default_factory=Canary)
     deadlines: VllmDeadlines = Field(default_factory=VllmDeadlines)
+    in_place: Literal["auto", "off"] = "auto"
+    """`auto`: a lost rank is healed inside the running group, and its slot is filled again, where vLLM's interpreter has healer's
+    plugin, the plugin knows this vLLM, and the arguments allow it. `off`: vLLM is left stock. docs/vllm-in-place.md."""
     start_attempts: Annotated[int, Field(ge=1, le=100)] = 2
     """Failed starts of a slot's rank before the group goes on without it."""
     log_bytes: Annotated[int, Field(ge=65536, le=1 << 40)] = 64 << 20

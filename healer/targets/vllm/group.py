@@ -17,6 +17,7 @@ from healer.targets.vllm import commands, signals
 from healer.targets.vllm import state as files
 from healer.targets.vllm.deployment import experts
 from healer.targets.vllm.endpoints import Endpoints
+from healer.targets.vllm.in_place import InPlace
 from healer.targets.vllm.machine import Machine, State
 from healer.targets.vllm.plan import LEAST_RANKS, Facts
 from healer.targets.vllm.records import Held, Role
@@ -27,8 +28,8 @@ from healer.targets.vllm.watch import RankWatch
 log = structlog.get_logger("healer.vllm")
 
 SCALES = frozenset({State.GROWING, State.SHRINKING})
-SERVES = SCALES | {State.SERVING}
-BUSY = SCALES | {State.REMOVING}
+SERVES = SCALES | {State.SERVING, State.FILLING}
+BUSY = SCALES | {State.REMOVING, State.HEALING}
 """Gates may be shut and engines stand still, and nobody is suspected for it."""
 
 
@@ -70,6 +71,14 @@ class Group:
         self.removed: tuple[int, ...] = ()
         """DP ranks of this launch that are dead and that vLLM goes on without."""
         self.removing = False
+        self.in_place: InPlace | None = None
+        """Where launches have the plugin."""
+        self.why_not_in_place = "it is off"
+        """Why those who are left cannot go on by themselves, as last found out; empty: they can."""
+        self.coordinated = self.ordered = False
+        self.holes: dict[int, int] = {}
+        """DP ranks that are empty inside the running group, with the slot that each was of."""
+        self.lost_since = 0.0
         self.reference: tuple[int, ...] = ()
         self.pending: files.Pending | None = None
         self.vllm_epoch: str | None = None
@@ -77,7 +86,7 @@ class Group:
         """Slots that take no new requests."""
         self.sequence = ""
         self.polled = asyncio.Condition()
-        self._api_key = api_key
+        self.api_key = api_key
         self._routes: tuple[RankSpec, ...] | None = None
 
     # --- ranks ------------------------------------------------------------------------------------------------------
@@ -91,7 +100,7 @@ class Group:
         return [self.ranks[h.slot] for h in self.held(Role.LIVE)]
 
     def add(self, held: Held) -> RankWatch:
-        endpoints = Endpoints(held.url, api_key=self._api_key)
+        endpoints = Endpoints(held.url, api_key=self.api_key)
         rank = RankWatch(held, endpoints, self.starter.tail(held), stall_after_s=self.stall_after_s)
         self.ranks[held.slot] = rank
         self.incarnations[held.slot] = max(held.incarnation, self.incarnations.get(held.slot, -1))
@@ -188,6 +197,10 @@ class Group:
             can_retry=self.can_reset_caches and not any(r.sticky for r in self.live() if r.held.slot not in self.lost),
             can_remove=self.can_remove and self.starter.fences and self.asked_redundant > 0,
             least_ranks=self.least_ranks(),
+            in_place=self.why_not_in_place,
+            holes=bool(self.holes),
+            ordered=self.ordered,
+            lost_since=self.lost_since,
             removed=bool(self.removed),
             retries=self.retries,
             poll_s=self.poll_s,
@@ -199,10 +212,19 @@ class Group:
 
     def least_ranks(self) -> int:
         """The fewest ranks that hold every expert; expert slots of a rank are settled at the launch."""
+        return max(LEAST_RANKS, self.least_in_place())
+
+    def least_in_place(self) -> int:
+        """As `least_ranks`; inside a running group one rank is enough if it holds them. Where the experts are not known the
+        ranks find out, and refuse."""
         if self.experts is None:
-            return LEAST_RANKS
+            return 1
         redundant = self.asked_redundant if self.redundant is None else self.redundant
-        return max(LEAST_RANKS, -(-self.experts * self.launch_size // (self.experts + redundant)))
+        return -(-self.experts * self.launch_size // (self.experts + redundant))
+
+    def place_for(self, slot: int) -> int:
+        """The empty DP rank that a rank in this slot is to fill: the slot's own, else the lowest."""
+        return next((number for number, of in self.holes.items() if of == slot), min(self.holes))
 
     @property
     def asked_redundant(self) -> int:
@@ -274,6 +296,9 @@ class Group:
             launch_size=self.launch_size,
             removed=self.removed,
             removing=self.removing,
+            holes=self.holes,
+            coordinated=self.coordinated,
+            ordered=self.ordered,
             redundant=self.redundant,
         )
         try:

@@ -6,39 +6,134 @@ the daemon.
 """
 
 import asyncio
+import hashlib
+import json
+import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from elastic.errors import ElasticError
 from elastic.vllm import driver
 from elastic.vllm.client import Coordination, NoAnswer, NotInForce, RankClient
 from elastic.vllm.driver import CommitFailed, Healed, Refilled, RefillFailed, RefillLimits
-from elastic.vllm.records import CoordinationInfo, EngineInfo
+from elastic.vllm.records import CoordinationInfo, EngineInfo, GuardState
+from healer.policy.schema import VllmTarget
+from healer.targets.vllm.arguments import Arguments
 from healer.targets.vllm.processes import Processes
 
 log = structlog.get_logger("healer.vllm")
 
-__all__ = ["CommitFailed", "InPlace", "RefillFailed", "environment", "interpreter", "why_not"]
+__all__ = ["CommitFailed", "InPlace", "RefillFailed", "Verdict", "environment", "interpreter", "verdict", "why_not"]
 
 PLUGIN = "healer_in_place"
+COPY_VARIABLE = "HEALER_EXPERT_COPY"
+SHARED_MEMORY = Path("/dev/shm")
+GUARD_S = 60.0
+_GUARD = """
+import json
+from importlib.metadata import entry_points
+from elastic.vllm import guard
+groups = ("vllm.general_plugins", "vllm.platform_plugins")
+names = sorted({point.name for group in groups for point in entry_points(group=group)})
+print(json.dumps({"parts": guard.inspect(), "plugins": names}))
+"""
 LOG_NAME = "coordination"
 UP_S, ASK_S, POLL_S = 60.0, 5.0, 0.2
 
 
-def environment(user: Mapping[str, str], *, joins: bool, coordinated: bool) -> dict[str, str]:
+class Verdict(msgspec.Struct, frozen=True):
+    state: GuardState
+    reason: str
+    """Empty where the state is ready."""
+    plugins: tuple[str, ...] = ()
+    """Names of vLLM's general and platform plugins that are installed."""
+
+
+async def verdict(target: VllmTarget, arguments: Arguments) -> Verdict:
+    """Whether ranks of this target can be healed in place: first what the policy and the arguments say, then the guard, with
+    vLLM's interpreter. Never raises for what it finds."""
+    if why := unsupported(target, arguments):
+        return Verdict(GuardState.OFF, why)
+    try:
+        done = await asyncio.create_subprocess_exec(
+            *(interpreter(target.executable), "-c", _GUARD),
+            env={**os.environ, **target.env},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            async with asyncio.timeout(GUARD_S):
+                said, words = await done.communicate()
+        finally:
+            if done.returncode is None:
+                done.kill()
+                await done.wait()
+        return _judged(said, words)
+    except (ElasticError, OSError) as error:
+        return Verdict(GuardState.STOCK, str(error))
+    except TimeoutError:
+        return Verdict(GuardState.STOCK, f"the guard did not answer within {GUARD_S:g} s")
+
+
+def _judged(said: bytes, words: bytes) -> Verdict:
+    try:
+        found = json.loads(said)
+        plugins = tuple(map(str, found["plugins"]))
+        for part in found["parts"].values():
+            if part["state"] != GuardState.READY:
+                return Verdict(GuardState(part["state"]), str(part["reason"]), plugins)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        last = words.decode(errors="replace").strip().splitlines()
+        return Verdict(GuardState.STOCK, f"healer's plugin is not beside vLLM: {last[-1] if last else 'no answer'}")
+    return Verdict(GuardState.READY, "", plugins)
+
+
+def unsupported(target: VllmTarget, arguments: Arguments) -> str:
+    """Why the policy or the arguments leave no healing in place; empty: they do not stand in its way. Pure."""
+    if target.in_place == "off":
+        return "spec.target.inPlace is off"
+    if target.mode != "launch" or target.load_balancing != "external":
+        return "only for ranks that healer launches, one API server for each"
+    for name in ("enable-elastic-ep", "enable-expert-parallel", "enable-eplb", "enable-fault-tolerance"):
+        if not arguments.flag(name):
+            return f"--{name} is not set"
+    return ""
+
+
+def environment(
+    user: Mapping[str, str], *, joins: bool, coordinated: bool, installed: Sequence[str] = ()
+) -> dict[str, str]:
     """What a rank is started with besides the rest. `joins`: it fills a slot. `coordinated`: it asks healer's coordination
-    process, slot 0 included."""
-    named = [name for name in user.get("VLLM_PLUGINS", "").split(",") if name]
+    process, slot 0 included. `installed`: plugins that vLLM loads where the user names none; a list takes the others away."""
+    given = user.get("VLLM_PLUGINS")
+    named = [name for name in (installed if given is None else given.split(",")) if name]
     found = {"VLLM_PLUGINS": ",".join([*named, *([] if PLUGIN in named else [PLUGIN])])}
     if coordinated:
         found["HEALER_COORDINATION"] = "1"
     if joins:
         found["HEALER_REFILL"] = "1"
     return found
+
+
+def expert_copy(run_dir: Path) -> Path:
+    """Where ranks keep every expert's rows once, for those that lose theirs; this module removes it."""
+    name = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:16]
+    return SHARED_MEMORY / f"healer-experts-{name}"
+
+
+async def quit(run_dir: Path) -> None:
+    """The group of this folder has ended for good: nobody needs its coordination process, nor its experts' rows."""
+    expert_copy(run_dir).unlink(missing_ok=True)
+    try:
+        await Coordination(run_dir).quit(deadline_s=ASK_S)
+    except NoAnswer as error:
+        log.debug("coordination.quit", error=str(error))
 
 
 def interpreter(executable: str) -> str:
@@ -83,17 +178,38 @@ def why_not(
 class InPlace:
     """Owned by the target, used in its loop, one order at a time."""
 
-    def __init__(self, run_dir: Path, python: str, processes: Processes, *, host: str, env: Mapping[str, str]) -> None:
-        """`python`: vLLM's interpreter. `host`: at which all ranks reach this machine. `env`: of the ranks."""
+    def __init__(
+        self,
+        run_dir: Path,
+        python: str,
+        processes: Processes,
+        *,
+        host: str,
+        env: Mapping[str, str],
+        installed: Sequence[str] = (),
+    ) -> None:
+        """`python`: vLLM's interpreter. `host`: at which all ranks reach this machine. `env`: of the ranks. `installed`: as of
+        `environment`."""
+        self._installed, self._one = installed, asyncio.Lock()
         self._run_dir, self._python, self._processes = run_dir, python, processes
         self._host, self._env = host, env
         self._coordination = Coordination(run_dir)
         self._clients: dict[int, RankClient] = {}
+        self._copy = expert_copy(run_dir)
+
+    def variables(self, *, joins: bool) -> dict[str, str]:
+        """Environment of a rank; `joins`: it fills an empty slot."""
+        found = environment(self._env, joins=joins, coordinated=True, installed=self._installed)
+        return found if COPY_VARIABLE in self._env else found | {COPY_VARIABLE: str(self._copy)}
 
     # --- the coordination process ---------------------------------------------------------------------------------------------
 
     async def up(self) -> CoordinationInfo:
         """It runs: adopted, or started. Raises ElasticError with its last words."""
+        async with self._one:  # two would take the socket from each other
+            return await self._up()
+
+    async def _up(self) -> CoordinationInfo:
         try:
             return await self._coordination.info(deadline_s=ASK_S)
         except NoAnswer:
@@ -111,9 +227,11 @@ class InPlace:
             await asyncio.sleep(POLL_S)
 
     async def watch(self, count: Callable[[], int]) -> None:
-        """Keep it alive, for as long as the caller lets this run. `count`: engines that are live."""
+        """Keep it alive, for as long as the caller lets this run. `count`: engines that are live; 0: nobody needs it."""
         while True:
             await asyncio.sleep(ASK_S)
+            if not count():
+                continue
             try:
                 before = await self._coordination.info(deadline_s=ASK_S)
                 if before.coordinator_pid:
@@ -129,14 +247,8 @@ class InPlace:
     async def begin(self, ranks: Sequence[int]) -> int:
         """A whole group is about to be launched: the port that its ranks must know (--data-parallel-rpc-port)."""
         await self.up()
+        self._copy.unlink(missing_ok=True)  # of the launch before
         return (await self._coordination.start(list(ranks), deadline_s=ASK_S)).rpc_port
-
-    async def quit(self) -> None:
-        """The group has ended for good."""
-        try:
-            await self._coordination.quit(deadline_s=ASK_S)
-        except NoAnswer as error:
-            log.debug("coordination.quit", error=str(error))
 
     # --- ranks ------------------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from elastic import process
 from elastic.errors import ElasticError
+from elastic.launch.base import Launched
 from elastic.paths import read_json, state_path
 from healer.router.files import Announcement
+from healer.targets.vllm import in_place
 from healer.targets.vllm.processes import Processes, sessions
 from healer.targets.vllm.state import VllmState
 
@@ -28,5 +30,11 @@ def end(run_dir: Path) -> int:
     with contextlib.suppress(ElasticError):
         router = read_json(run_dir / "router.json", Announcement)
         found += process.send_signal(router.pid, router.pid_start, signal.SIGTERM)
-    asyncio.run(Processes(run_dir).end(leaders, deadline_s=END_S))
+    asyncio.run(_end(run_dir, state, leaders))
     return found
+
+
+async def _end(run_dir: Path, state: VllmState, leaders: list[Launched]) -> None:
+    await Processes(run_dir).end(leaders, deadline_s=END_S)
+    if state.coordinated:
+        await in_place.quit(run_dir)

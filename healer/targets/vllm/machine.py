@@ -14,6 +14,10 @@ class State(StrEnum):
     SHRINKING = "shrinking"
     REMOVING = "removing"
     """A rank is dead and ended; the others wait for the instruction to go on without it, or carry it out."""
+    HEALING = "healing"
+    """The plugin in the ranks makes the groups anew around whoever is left; requests wait in their engines."""
+    FILLING = "filling"
+    """A joiner boots for an empty slot while the others serve."""
     RETRYING = "retrying"
     """Every engine was told to retry; nobody is trusted before its canaries."""
     RESTARTING = "restarting"
@@ -37,6 +41,8 @@ class Trigger(StrEnum):
     SHRINK = "shrink"
     RETRY = "retry"
     REMOVE = "remove"
+    HEAL = "heal"
+    FILL = "fill"
     DONE = "done"
     OTHER_CONTROLLER = "other-controller"
     CLOSE = "close"
@@ -53,6 +59,8 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (_S.SERVING, _T.SHRINK): _S.SHRINKING,
     (_S.SERVING, _T.RETRY): _S.RETRYING,
     (_S.SERVING, _T.REMOVE): _S.REMOVING,
+    (_S.SERVING, _T.HEAL): _S.HEALING,
+    (_S.SERVING, _T.FILL): _S.FILLING,
     (_S.SERVING, _T.BROKEN): _S.RESTARTING,
     (_S.SERVING, _T.OTHER_CONTROLLER): _S.YIELDED,
     (_S.GROWING, _T.DONE): _S.SERVING,
@@ -65,6 +73,11 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (_S.SHRINKING, _T.OTHER_CONTROLLER): _S.YIELDED,
     (_S.REMOVING, _T.DONE): _S.SERVING,
     (_S.REMOVING, _T.BROKEN): _S.RESTARTING,
+    (_S.HEALING, _T.DONE): _S.SERVING,
+    (_S.HEALING, _T.BROKEN): _S.RESTARTING,
+    (_S.FILLING, _T.DONE): _S.SERVING,
+    (_S.FILLING, _T.FAILED): _S.SERVING,
+    (_S.FILLING, _T.BROKEN): _S.RESTARTING,
     (_S.RETRYING, _T.DONE): _S.SERVING,
     (_S.RETRYING, _T.BROKEN): _S.RESTARTING,
     (_S.RESTARTING, _T.STARTED): _S.SERVING,

@@ -2,7 +2,8 @@
 
 What decides is what vLLM can do. Stock 0.33 can leave out its highest DP ranks and add ranks behind them, while all that it has
 are alive; it can retry after a fault in which every process lives. With pull request 46370 it can also go on without ranks that
-are dead, and change its size no more from then on. All else is cured by a restart of the whole group.
+are dead, and change its size no more from then on. Where the ranks have healer's plugin, the group goes on around any dead rank
+and its slot is filled again. All else is cured by a restart of the whole group.
 """
 
 from enum import StrEnum
@@ -27,7 +28,11 @@ class Do(StrEnum):
     RESTART = "restart"
     RETRY = "retry"
     REMOVE = "remove"
-    """Go on without dead ranks."""
+    """Go on without dead ranks, by pull request 46370."""
+    HEAL = "heal"
+    """Go on inside the running group, by the plugin: without the slots that are named, or, with none, all together."""
+    FILL = "fill"
+    """A rank for an empty place of the running group, by the plugin."""
     GROW = "grow"
     SHRINK = "shrink"
     YIELD = "yield"
@@ -38,7 +43,7 @@ class Step(msgspec.Struct, frozen=True):
     why: str
     """A sentence."""
     slots: tuple[int, ...] = ()
-    """RESTART: those at fault; GROW, SHRINK, REMOVE: those that join or leave."""
+    """RESTART: those at fault; GROW, SHRINK, REMOVE, HEAL, FILL: those that join or leave."""
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +85,13 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Every rank knows `scale_down`, experts are redundant, and ranks can be ended for certain."""
     least_ranks: int = LEAST_RANKS
     """That hold every expert."""
+    in_place: str = "it is off"
+    """Why those who are not lost cannot go on by the plugin; empty: they can."""
+    holes: bool = False
+    """Places of the running group are empty; only the plugin fills them."""
+    ordered: bool = False
+    """The plugin has carried out an order in this launch."""
+    lost_since: float = 0.0
     removed: bool = False
     """Ranks were removed from this launch: vLLM changes the size no more."""
     retries: int = 0
@@ -115,6 +127,12 @@ def decide(facts: Facts) -> Step:
 def _lost(facts: Facts) -> Step:
     slots = tuple(sorted(facts.lost))
     shown = "; ".join(f"slot {slot}: {why}" for slot, why in sorted(facts.lost.items()))
+    if not facts.in_place:
+        others = [rank.held.slot for rank in _live(facts) if not rank.alive and rank.held.slot not in facts.lost]
+        if not others:
+            return Step(Do.HEAL, f"the others go on in place without a lost rank ({shown})", slots)
+        if facts.now - facts.lost_since < facts.settle_s:
+            return Step(Do.NOTHING, f"slots {others} are not sound either, and may be given up too")
     if why := _no_removal(facts):
         return Step(Do.RESTART, f"vLLM cannot go on without a lost rank ({shown}): {why}", slots)
     return Step(Do.REMOVE, f"the others go on without a lost rank ({shown})", slots)
@@ -122,6 +140,8 @@ def _lost(facts: Facts) -> Step:
 
 def _no_removal(facts: Facts) -> str:
     left = [rank for rank in _live(facts) if rank.held.slot not in facts.lost]
+    if facts.holes:
+        return "places of the group are empty, and its scale_down knows of none"
     if not facts.can_remove:
         return "this deployment has no scale_down for dead ranks"
     if facts.scaled:
@@ -193,6 +213,8 @@ def _faulty(facts: Facts) -> Step | None:
     slots = tuple(rank.held.slot for rank in live)
     if not all(rank.alive for rank in live):
         return Step(Do.NOTHING, "a rank is dead: that comes first, and the policy decides about it")
+    if not facts.in_place and not facts.retries:
+        return Step(Do.HEAL, "engines met a fault, and every process lives: all go on in place, with their requests")
     if len(sick) == len(live):
         reason = _no_retry(facts)
         if not reason:
@@ -209,6 +231,8 @@ def _faulty(facts: Facts) -> Step | None:
 def _no_retry(facts: Facts) -> str:
     if not facts.can_retry:
         return "a CUDA context is broken, or the prefix caches may hold wrong blocks and cannot be reset"
+    if facts.ordered:
+        return "vLLM refuses it after an order of the plugin"
     if facts.scaled:
         return "vLLM would build its groups for the size at the launch, and the size has changed since"
     if facts.retries:
@@ -229,6 +253,10 @@ def _sized(facts: Facts, wanted: tuple[int, ...]) -> Step | None:
         return _sized_anew(facts, live)
     if why := _not_sure(facts, live):
         return Step(Do.NOTHING, f"no scaling now: {why}")
+    if facts.holes:
+        if leaving:
+            return Step(Do.NOTHING, f"{not_with_holes(leaving)}")
+        return Step(Do.FILL, f"slot {joining[0]} is to be filled", joining[:1])
     if leaving:
         if set(slots[len(slots) - len(leaving) :]) != set(leaving):
             return Step(Do.NOTHING, f"{not_highest(slots, leaving)}")
@@ -246,6 +274,10 @@ def _sized_anew(facts: Facts, live: list[RankFacts]) -> Step:
     return Step(
         Do.NOTHING, "vLLM changes its size by a restart only after a removal: that waits until nobody is served"
     )
+
+
+def not_with_holes(leaving: tuple[int, ...]) -> str:
+    return f"slots {sorted(leaving)} cannot leave while a place of the group is empty: vLLM scales whole groups only"
 
 
 def not_highest(slots: list[int], leaving: tuple[int, ...]) -> str:

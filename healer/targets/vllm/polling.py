@@ -103,7 +103,7 @@ class Poller:
     def _ask_canaries(self, live: list[RankWatch], now: float) -> None:
         """A rank that serves nobody may be dead without anybody noticing: idle engines exchange nothing."""
         group, canary = self._group, self._group.config.canary
-        if group.machine.state != State.SERVING or not self.serves:
+        if group.machine.state not in (State.SERVING, State.FILLING) or not self.serves:
             return
         busy = any(r.canary_task is not None and not r.canary_task.done() for r in live)
         for rank in sorted(live, key=lambda r: r.canary.at if r.canary else 0.0):

@@ -11,7 +11,7 @@ import structlog
 
 from elastic.controller.records import BootFailed
 from elastic.errors import ElasticError
-from healer.targets.vllm import commands
+from healer.targets.vllm import commands, in_place
 from healer.targets.vllm.group import Group
 from healer.targets.vllm.processes import free_port
 from healer.targets.vllm.proof import NotStarted, probe, ready, take_reference
@@ -36,7 +36,8 @@ async def fence_all(group: Group) -> None:
 async def launch_all(group: Group, slots: Sequence[int]) -> None:
     """Launch one rank for each slot, together; lowest slot first in DP rank. Raises ElasticError."""
     slots = sorted(slots)
-    group.rpc_port = free_port()
+    group.rpc_port = await _rpc_port(group, len(slots))
+    group.holes, group.ordered = {}, False
     group.scaled, group.reference, group.vllm_epoch = False, (), None
     group.can_remove, group.removed = False, ()
     group.launch_size = len(slots)
@@ -45,11 +46,37 @@ async def launch_all(group: Group, slots: Sequence[int]) -> None:
     await launch(group, {slot: number for number, slot in enumerate(slots)}, joins=False)
 
 
-async def launch(group: Group, numbers: dict[int, int], *, joins: bool) -> None:
+async def _rpc_port(group: Group, size: int) -> int:
+    """Of healer's coordination process, where ranks are to have the plugin. Where it does not come up the group runs stock: to
+    serve is worth more."""
+    if group.coordinated and group.in_place is None:
+        await in_place.quit(group.run_dir)
+    group.coordinated = False
+    if group.in_place is not None:
+        try:
+            port = await group.in_place.begin(range(size))
+        except ElasticError as error:
+            log.error("in_place.off", why=str(error))
+        else:
+            group.coordinated = True
+            return port
+    return free_port()
+
+
+async def launch(group: Group, numbers: dict[int, int], *, joins: bool, fills: int = 0) -> None:
+    """`fills`: the size of the group in which the ranks take empty places; 0: they take none."""
     incarnations = {slot: group.next_incarnation(slot) for slot in numbers}
     group.save()
-    size = max(numbers.values()) + 1
-    shared = Launch(numbers, incarnations, size=size, rpc_port=group.rpc_port, joins=joins, redundant=group.redundant)
+    size = fills or max(numbers.values()) + 1
+    shared = Launch(
+        numbers,
+        incarnations,
+        size=size,
+        rpc_port=group.rpc_port,
+        joins=joins,
+        redundant=group.redundant,
+        variables=group.in_place.variables(joins=bool(fills)) if group.in_place and group.coordinated else None,
+    )
     started = await group.starter.start(sorted(numbers), shared)
     for slot, one in started.items():
         url = commands.url_of(group.config, slot)

@@ -65,11 +65,12 @@ class Launch:
         rpc_port: int,
         joins: bool,
         redundant: int | None = None,
+        variables: Mapping[str, str] | None = None,
     ):
-        """`ranks`: DP rank by slot."""
+        """`ranks`: DP rank by slot. `variables`: further environment."""
         self.ranks, self.incarnations = ranks, incarnations
         self.size, self.rpc_port, self.joins = size, rpc_port, joins
-        self.redundant = redundant
+        self.redundant, self.variables = redundant, variables or {}
 
 
 class LocalStarter:
@@ -95,6 +96,7 @@ class LocalStarter:
                 environment = commands.environment(
                     self._target, os.environ, slot=slot, joins=launch.joins, api_key=self._api_key
                 )
+                environment |= launch.variables
                 self._processes.tidy_logs(slot)
                 name = log_name(slot, launch.incarnations[slot])
                 started[slot] = self._processes.launch(name, command, environment)

@@ -41,6 +41,12 @@ class VllmState(msgspec.Struct, frozen=True):
     """DP ranks of this launch that the others go on without."""
     removing: bool = False
     """Ranks are being removed: a daemon that dies now leaves survivors that wait for an instruction, or are half through."""
+    holes: dict[int, int] = {}
+    """DP ranks of this launch that are empty inside the running group, with the slot that each was of."""
+    coordinated: bool = False
+    """The ranks of this launch have the plugin, and ask healer's coordination process."""
+    ordered: bool = False
+    """The plugin has carried out an order in this launch: vLLM's own retry is refused from then on."""
     redundant: int | None = None
     """Redundant experts of the launch, where they are others than the user's: joiners must have the same."""
 

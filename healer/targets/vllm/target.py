@@ -1,6 +1,7 @@
 """The target: a vLLM group behind `healer.targets.Target`. One task asks the ranks, one decides and acts."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from pathlib import Path
@@ -10,13 +11,14 @@ import structlog
 
 from elastic.controller.records import Event, GroupStatus
 from elastic.errors import ElasticError, Infeasible
+from elastic.vllm.records import GuardState
 from healer.authority import Authority
 from healer.policy.schema import Policy, VllmTarget
-from healer.targets.vllm import adopt, recovery, scaling, sequences
+from healer.targets.vllm import adopt, commands, healing, in_place, recovery, scaling, sequences
 from healer.targets.vllm.endpoints import read_key
 from healer.targets.vllm.group import Group
 from healer.targets.vllm.machine import State, Trigger
-from healer.targets.vllm.plan import LEAST_RANKS, Do, Step, decide, not_highest
+from healer.targets.vllm.plan import LEAST_RANKS, Do, Step, decide, not_highest, not_with_holes
 from healer.targets.vllm.polling import Poller
 from healer.targets.vllm.processes import Processes
 from healer.targets.vllm.proof import Broken, NotStarted, Yielded
@@ -76,6 +78,7 @@ class VllmGroupTarget:
         group.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._tasks = [asyncio.create_task(self._poller.run(), name="vllm poll")]
         try:
+            await self._use_plugin()
             if await adopt.adopt(group):
                 group.machine.move(Trigger.ADOPT, "a group runs")
                 await adopt.prove(group)
@@ -85,12 +88,31 @@ class VllmGroupTarget:
         except BaseException:
             await self._let_go()
             self._router.stop()
+            if group.coordinated and not group.ranks:
+                await in_place.quit(group.run_dir)
             raise
         group.publish()
         await self._router_up()
         self._poller.serves = True
         self._tasks.append(asyncio.create_task(self._run(), name="vllm actions"))
         return sentence
+
+    async def _use_plugin(self) -> None:
+        """Launches have it from now on, and who runs with it is healed in place, if the guard and the arguments let it be."""
+        group, config = self.group, self.group.config
+        found = await in_place.verdict(config, group.arguments)
+        log.info("in_place", state=found.state.value, why=found.reason)
+        if found.state != GuardState.READY or not isinstance(group.starter, LocalStarter):
+            return
+        python, env = in_place.interpreter(config.executable), os.environ | config.env
+        group.in_place = in_place.InPlace(
+            group.run_dir, python, self._processes, host=commands.HOST, env=env, installed=found.plugins
+        )
+        if not self._observe_only:
+            self._tasks.append(asyncio.create_task(self._watch_coordination(group.in_place), name="vllm coordination"))
+
+    async def _watch_coordination(self, plugin: in_place.InPlace) -> None:
+        await plugin.watch(lambda: len(self.group.held(Role.LIVE)) if self.group.coordinated and not self._idle else 0)
 
     async def _router_up(self) -> None:
         """A router that does not come up is reported and tried again: the ranks are worth more than it is."""
@@ -137,15 +159,21 @@ class VllmGroupTarget:
     def lose(self, slots: Iterable[int], *, cause: str, detected: float, replace: bool) -> None:
         group = self.group
         live = {h.slot for h in group.held(Role.LIVE)}
+        slots = tuple(slots)
         fresh = [s for s in slots if s in live and s not in group.lost]
+        if not replace:
+            # a rank that did not come along when the others went on is no longer there to be lost, and not wanted back either
+            left_out = {s for s in slots if s in group.holes.values() and s not in live}
+            group.target = tuple(s for s in group.target if s not in left_out)
         if self._idle or not fresh or group.machine.state in (State.YIELDED, State.CLOSED):
             return
         group.lost |= dict.fromkeys(fresh, cause)
-        self._lost_since = detected
+        self._lost_since, group.lost_since = detected, time.monotonic()
         if not replace:
             group.target = tuple(s for s in group.target if s not in fresh)
         group.publish()
-        if self._running is not None:
+        if self._running is not None and group.machine.state != State.HEALING:
+            # those who go on in place leave out by themselves whoever dies meanwhile
             self._running.cancel()
         self._wake.set()
 
@@ -166,6 +194,8 @@ class VllmGroupTarget:
             raise Infeasible(f"{len(slots)} ranks are too few: vLLM needs {least} for this model and its redundancy")
         live = [h.slot for h in group.held(Role.LIVE)]
         leaving = tuple(s for s in live if s not in slots)
+        if leaving and group.holes:
+            raise Infeasible(not_with_holes(leaving))
         highest = group.removed or set(live[len(live) - len(leaving) :]) == set(leaving)
         if group.machine.state == State.SERVING and not highest:
             raise Infeasible(not_highest(live, leaving))
@@ -201,6 +231,9 @@ class VllmGroupTarget:
         self._router.stop()
         await group.starter.end(held, deadline_s=group.config.deadlines.end_s)
         group.ranks.clear()
+        if group.coordinated:
+            await in_place.quit(group.run_dir)
+            group.coordinated = False
         group.save()
 
     async def _let_go(self) -> None:
@@ -214,6 +247,8 @@ class VllmGroupTarget:
             self.group.save()
         for rank in self.group.ranks.values():
             await rank.aclose()
+        if self.group.in_place is not None:
+            await self.group.in_place.aclose()
 
     # --- acting ---------------------------------------------------------------------------------------------------
 
@@ -223,6 +258,7 @@ class VllmGroupTarget:
             self._wake.clear()
             if self._idle:
                 continue
+            await healing.look(self.group)
             step = self._next()
             if step.do == Do.NOTHING:
                 if step.why != self._said:
@@ -273,6 +309,14 @@ class VllmGroupTarget:
                 machine.move(Trigger.REMOVE, step.why)
                 record = Record(group, "loss", step.slots, step.why, self._lost_since or time.monotonic())
                 await self._sequence(recovery.remove(group, step.slots, record), record, step)
+            case Do.HEAL if group.in_place is not None:
+                machine.move(Trigger.HEAL, step.why)
+                record = Record(group, "loss", step.slots, step.why, self._lost_since or time.monotonic())
+                await self._sequence(healing.heal(group, group.in_place, step.slots, record), record, step)
+            case Do.FILL if group.in_place is not None:
+                machine.move(Trigger.FILL, step.why)
+                record = Record(group, "join", step.slots, step.why, time.monotonic())
+                await self._sequence(healing.fill(group, group.in_place, step.slots[0], record), record, step)
             case Do.GROW:
                 machine.move(Trigger.GROW, step.why)
                 record = Record(group, "join", step.slots, step.why, time.monotonic())
@@ -288,7 +332,9 @@ class VllmGroupTarget:
             await work
         except asyncio.CancelledError:
             record.end("superseded", "a rank was lost meanwhile")
-            if self.group.lost:
+            if machine.state == State.FILLING:
+                machine.move(Trigger.FAILED, "a rank was lost meanwhile")
+            elif self.group.lost:
                 machine.move(Trigger.BROKEN, "a rank was lost meanwhile")
             raise
         except Yielded as error:
@@ -299,7 +345,7 @@ class VllmGroupTarget:
             if isinstance(error, NotStarted):
                 for event in sequences.boot_failures(self.group, error):
                     self._on_event(event)
-            if isinstance(error, Broken) or step.do in (Do.RETRY, Do.REMOVE):
+            if isinstance(error, Broken) or step.do in (Do.RETRY, Do.REMOVE, Do.HEAL):
                 record.end("failed", str(error))
                 machine.move(Trigger.BROKEN, str(error))
                 await self._restart(Step(Do.RESTART, str(error), step.slots))

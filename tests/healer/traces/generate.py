@@ -269,10 +269,41 @@ def honest_stall() -> Stage:
     return s
 
 
+def lost_completion() -> Stage:
+    s = Stage(note="one word from rank 3 to rank 0 is lost: both wait for each other, the others wait for rank 0")
+    s.run(2.0)
+    s.run(0.1, {0: (3,), 3: (0,)}, stand=True)
+    s.run(2.0, {0: (3,), 3: (0,), 1: (0,), 2: (0,)}, stand=True)
+    s.run(3.0)
+    return s
+
+
+def host_cut_off() -> Stage:
+    s = Stage(note="rank 3 and the other three do not hear each other any more; all beat")
+    s.run(2.0)
+    s.run(11.0, OTHERS | dict.fromkeys(range(3), (3,)), stand=True)
+    s.leaves(3)
+    s.run(3.0)
+    s.joins(3, on=3)
+    return s
+
+
+def cut_off_within_a_step() -> Stage:
+    s = Stage(
+        note="rank 2 is cut off while words are under way: some wait for it, some for those who wait; then one masks it"
+    )
+    s.run(2.0)
+    s.run(30.0, {0: (1,), 1: (2,), 2: (0, 1), 3: (1,)}, stand=True)
+    s.say("liveness", s.rank(2), What.PEER_FAULT, "timeout/ep", by=1)
+    s.run(0.2, {0: (1,), 2: (0, 1), 3: (1,)}, stand=True)
+    s.run(3.0)
+    return s
+
+
 SCENARIOS: tuple[Callable[[], Stage], ...] = (
     xid_79_cascade, xid_31, sigkill, ecc_storm, remap_pending, nvml_hang, driver_upgrade, clock_jump, telemetry_outage,
     partition, straggler, two_equal_xids, fabric_failure, thermal_throttle, lost_gpu_renumbered, pcie_degradation,
-    oom_neighbour, stopped_rank, stuck_rank, honest_stall,
+    oom_neighbour, stopped_rank, stuck_rank, honest_stall, lost_completion, host_cut_off, cut_off_within_a_step,
 )  # fmt: skip
 
 

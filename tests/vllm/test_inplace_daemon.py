@@ -1,0 +1,83 @@
+"""`healer run` over vLLM 0.33's own servers with the plugin: ranks are killed under load, the others go on in the same processes,
+the slots are filled again, and no client gets an error or a wrong token."""
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from healer.targets.vllm.records import Part
+from tests.vllm.inplace_group import PLUGINS, distribution
+from tests.vllm.real import ENVIRONMENT, POLICY, ROOT, START_S, Clients, Deployment, mapped
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif("VLLM_CPU" not in os.environ, reason="VLLM_CPU names no environment"),
+]
+
+
+class WithPlugin(Deployment):
+    """Three ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "faults").mkdir()
+        stub = ":".join(
+            map(str, [distribution(folder / "site"), ROOT, PLUGINS / "in_place_worker", PLUGINS / "stub_worker"])
+        )
+        text = POLICY.format(folder=folder, environment=ENVIRONMENT, stub=stub, port=24000 + os.getpid() % 500 * 10)
+        for old, new in (
+            ("ranks: 2\n", "ranks: 3\n"),
+            ("vllm_stub_worker.StubWorker", "vllm_in_place_worker.InPlaceStubWorker"),
+            ("VLLM_STUB_ALLOW_EPLB", 'OMP_NUM_THREADS: "1"\n      VLLM_STUB_ALLOW_EPLB'),
+        ):
+            assert old in text
+            text = text.replace(old, new, 1)
+        self.policy = folder / "policy.yaml"
+        self.policy.write_text(text)
+        self.daemon = self.run()
+
+
+@contextlib.contextmanager
+def group(folder: Path) -> Iterator[WithPlugin]:
+    shared = set(Path("/dev/shm").glob("psm_*"))
+    found = WithPlugin(folder)
+    try:
+        found.healthy(3, START_S)
+        yield found
+    finally:
+        found.end()
+        for path in set(Path("/dev/shm").glob("psm_*")) - shared - mapped():
+            path.unlink(missing_ok=True)
+
+
+async def test_a_group_goes_on_without_any_rank_and_gets_it_back_and_no_client_sees_it(tmp_path: Path) -> None:
+    with group(tmp_path) as found:
+        router = json.loads((tmp_path / "run/router.json").read_text())["http"]
+        async with Clients(router).running() as clients:
+            for slot in (1, 0):
+                rest = [each for each in (0, 1, 2) if each != slot]
+                before, pids = found.incarnations(), [found.pid(each, Part.ENGINE) for each in rest]
+                await asyncio.sleep(2.0)
+                began, answered = time.monotonic(), clients.right
+                found.kill(slot, Part.ENGINE)
+                await asyncio.to_thread(found.until, lambda s, rest=rest: s["group"]["live"] == rest, 120.0)
+                while clients.right < answered + 8:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                print(f"slot {slot}: 8 answers more {time.monotonic() - began:.2f} s after the signal")
+                await asyncio.to_thread(found.healthy, 3)
+                print(f"slot {slot}: filled after {time.monotonic() - began:.1f} s")
+                after = found.incarnations()
+                assert [after[each] for each in rest] == [before[each] for each in rest]
+                assert after[slot] == before[slot] + 1
+                assert [found.pid(each, Part.ENGINE) for each in rest] == pids
+        assert clients.right > 20
+        assert (clients.wrong, clients.errors) == ([], [])
+        print(f"longest wait of a client {clients.longest_s:.2f} s")
