@@ -272,9 +272,9 @@ def test_a_buffer_that_was_rewritten_with_the_same_expert_shows_that_it_was(smal
     for _ in range(3):
         for expert in (HOLE, 5):
             if expert == HOLE:
-                published.clear(1, WIDTH - 1)
+                published.clear([(1, WIDTH - 1)])
             else:
-                published.fill(1, WIDTH - 1, expert)
+                published.fill([Move(1, expert, 0, WIDTH - 1)])
             word = int(published.table[at])
             assert expert_of(word) == experts.contents[1][WIDTH - 1]
             assert word not in seen
