@@ -324,4 +324,7 @@ def test_the_default_policy_can_be_tried_on_every_recorded_scenario(trace: Path)
     found = Player(policy).play(frames(trace))
     assert found.rows
     acted = [row.what for row in found.rows if row.acts]
-    assert len(acted) == len(set(acted)), "the same was done twice"
+    # a step may be run again as often as the policy's cap says, everything else once
+    assert all(acted.count(what) <= 3 for what in acted if what.startswith("retry"))
+    others = [what for what in acted if not what.startswith("retry")]
+    assert len(others) == len(set(others)), "the same was done twice"
