@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts, points = machine(), []
     for ranks in given.ranks:
         command = [sys.executable, "-m", "chaos.policy_scale", "--one", str(ranks), "--seconds", str(given.seconds)]
-        done = subprocess.run(command, check=True, capture_output=True)
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
         points.append(msgspec.json.decode(done.stdout, type=Point))
     found = Scale(
         machine=facts, versions=versions(), signals=SIGNALS, rules=RULES, seconds=given.seconds, points=tuple(points)

@@ -64,7 +64,8 @@ STANDS_S: dict[What, float] = {
 
 MAX_PER_SUBJECT = 256
 """A broken source must not fill the memory; a sound one stays far below."""
-MAX_SUBJECTS = 4096
+MAX_SUBJECTS = 32_768
+"""Above three for each of 10,000 ranks, so that none of them is ever dropped for another."""
 
 
 class Standing(msgspec.Struct, frozen=True):
