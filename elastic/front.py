@@ -4,7 +4,6 @@ an HTTP server that leaves signals to its owner, log lines on standard error, an
 import asyncio
 import contextlib
 import errno
-import fcntl
 import signal
 import socket
 import sys
@@ -16,6 +15,7 @@ import structlog
 import uvicorn
 from starlette.applications import Starlette
 
+from elastic import lockfile
 from elastic.errors import ElasticError
 
 BACKLOG = 2048
@@ -48,14 +48,12 @@ def claimed(path: Path, taken: str) -> Iterator[None]:
     the way. Raises ElasticError, with the words `taken` where another process holds it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.open("w")
+        lock = lockfile.claim(path)
     except OSError as error:
         raise ElasticError(f"{path}: cannot be written: {error.strerror}") from error
+    except lockfile.Held:
+        raise ElasticError(taken) from None
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ElasticError(taken) from None
         yield
 
 

@@ -5,7 +5,6 @@ Where the policy has a lease, a standby answers first, and a supervisor takes it
 
 import asyncio
 import contextlib
-import fcntl
 import functools
 import gc
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 import structlog
 from starlette.applications import Starlette
 
-from elastic import process
+from elastic import lockfile, process
 from elastic.controller.records import Event
 from elastic.errors import ElasticError
 from healer import __version__
@@ -41,6 +40,8 @@ from healer.trace import Recorder
 log = structlog.get_logger("healer")
 
 ANNOUNCE_S = 1.0
+LOCK_PATIENCE_S = 5.0
+"""For the lock of a daemon that was killed: the kernel drops it with the last of its threads, after the pid is gone."""
 ENDING = (signal.SIGTERM, signal.SIGINT)
 TargetMaker = Callable[[Policy, Callable[[Event], None], Authority], Target]
 
@@ -236,22 +237,14 @@ def _locked(run_dir: Path) -> Iterator[None]:
     """One daemon for a run directory. The kernel drops the lock when the process ends, however it ends."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        file = (run_dir / "healer.lock").open("a+")
+        file = lockfile.claim(run_dir / "healer.lock")
     except OSError as error:
         raise ElasticError(f"{run_dir}: the run directory cannot be used: {error.strerror}") from error
+    except lockfile.Held as held:
+        raise ElasticError(
+            f"{run_dir}: another daemon runs here (pid {held.holder}); `healer status --run-dir {run_dir}` asks it"
+        ) from None
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
-            raise ElasticError(
-                f"{run_dir}: another daemon runs here (pid {holder}); `healer status --run-dir {run_dir}` asks it"
-            ) from None
-        # a hint for whoever is refused: a full disk must not keep the daemon from healing
-        with contextlib.suppress(OSError):
-            os.ftruncate(file.fileno(), 0)
-            os.write(file.fileno(), str(os.getpid()).encode())
         yield
 
 

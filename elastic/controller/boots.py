@@ -12,6 +12,7 @@ from elastic.config import GroupConfig
 from elastic.controller.guard import GuardedLauncher
 from elastic.controller.link import RankLink
 from elastic.controller.records import BootFailed, Event
+from elastic.controller.roster import Roster
 from elastic.controller.spares import Spares
 from elastic.errors import ElasticError, Retryable, Superseded
 from elastic.launch.base import Launched
@@ -34,8 +35,7 @@ class Boots:
         config: GroupConfig,
         launcher: GuardedLauncher,
         spares: Spares,
-        next_incarnation: Callable[[int], int],
-        remember: Callable[[int, int, Launched | None], None],
+        roster: Roster,
         on_event: Callable[[Event], None],
         wake: Callable[[], None],
         term: int = 0,
@@ -43,7 +43,7 @@ class Boots:
         self.ready: dict[int, RankLink] = {}
         self.quarantined: dict[int, str] = {}
         self._config, self._launcher, self._spares = config, launcher, spares
-        self._next_incarnation, self._remember = next_incarnation, remember
+        self._roster = roster
         self._on_event, self._wake, self._term = on_event, wake, term
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._failures: dict[int, int] = {}
@@ -113,16 +113,16 @@ class Boots:
         try:
             while slot not in self.quarantined:
                 await asyncio.sleep(BACKOFF_S[min(self._failures.get(slot, 0), len(BACKOFF_S) - 1)])
-                incarnation = self._next_incarnation(slot)
+                incarnation = self._roster.next_incarnation(slot)
                 started: Launched | None = None
                 try:
-                    self._remember(slot, incarnation, None)
+                    self._roster.remember(slot, incarnation, None)
                     self._from_spare.discard(slot)
                     if (started := await self._spares.adopt(slot, incarnation)) is not None:
                         self._from_spare.add(slot)
                     else:
                         started = self._launcher.launch(slot, incarnation)
-                    self._remember(slot, incarnation, started)
+                    self._roster.remember(slot, incarnation, started)
                     self.ready[slot] = await self._up(slot, incarnation, started)
                     return
                 except asyncio.CancelledError:
@@ -166,7 +166,7 @@ class Boots:
         address = socket_path(self._config.root, slot, incarnation)
         for path in (address, unnamed_socket(address)):
             self._launcher.remove(path)
-        self._remember(slot, incarnation, None)
+        self._roster.remember(slot, incarnation, None)
 
     def _count(self, slot: int, incarnation: int, why: str) -> None:
         attempt = self._failures.get(slot, 0) + 1

@@ -5,26 +5,28 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable
-from pathlib import Path
 from typing import Any
 
 from elastic.config import GroupConfig, read_model_shape
 from elastic.controller.adoption import find_members, refuse_other_shape, used_incarnations, view_of
 from elastic.controller.boots import Boots
+from elastic.controller.ending import remove_leftovers
 from elastic.controller.gateway import GatewayLink
 from elastic.controller.group import Group, Unresponsive
 from elastic.controller.guard import GuardedLauncher
 from elastic.controller.link import RankLink
 from elastic.controller.records import BootFailed, Event, Fenced, GroupStatus, RankBeat, RankGone
+from elastic.controller.roster import Roster
 from elastic.controller.sequences import Sequences
 from elastic.controller.spares import Spares
-from elastic.controller.state import ControllerLock, GroupState, drop_older_states, launched, load_state, save_state
+from elastic.controller.state import ControllerLock, GroupState, drop_older_states, launched, load_state
 from elastic.controller.status import group_status
+from elastic.controller.targets import choose, refuse_infeasible
 from elastic.cores import confine_controller
-from elastic.errors import ElasticError, Infeasible, Retryable, Superseded
-from elastic.launch.base import Launched, Launcher
+from elastic.errors import ElasticError, Retryable, Superseded
+from elastic.launch.base import Launcher
 from elastic.launch.local import LocalLauncher
-from elastic.paths import config_path, read_config, socket_path, tier_path, write_json
+from elastic.paths import config_path, write_json
 from elastic.view import Member
 
 log = logging.getLogger(__name__)
@@ -60,27 +62,26 @@ class Executor:
         self._group = Group(config, read_model_shape(config.checkpoint))
         self._gateway = GatewayLink(config, self._launcher, term, self._fence)
         self._spares = Spares(config, self._launcher, lambda: self._wake.set(), term, self._fence)
+        self._roster = Roster(
+            config, self._group, lambda: self._boots.booting | set(self._boots.ready), self._why_not, term
+        )
         self._boots = Boots(
             config,
             self._launcher,
             self._spares,
-            self._next_incarnation,
-            self._remember,
+            self._roster,
             self._event,
             lambda: self._wake.set(),
             term,
         )
         self._sequences = Sequences(
-            config, self._group, self._boots, self._gateway, self._launcher, on_event, self._save
+            config, self._group, self._boots, self._gateway, self._launcher, on_event, self._roster.save
         )
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
-        self._target: tuple[int, ...] = ()
         self._wanted: dict[int, tuple[str, float]] = {}
         """Why and since when a slot should be live, or should leave."""
         self._lost: dict[int, tuple[str, float]] = {}
-        self._known: dict[int, Member] = {}
-        self._incarnations: dict[int, int] = {}
         self._loop: asyncio.Task[None] | None = None
         self._running: asyncio.Task[None] | None = None
         self._failure = ""
@@ -88,7 +89,6 @@ class Executor:
         """Sequences in a row that failed."""
         self._released = False
         """The owner asked for the step to be run again, and it has not been yet."""
-        self._save_error = ""
         self._formed = False
 
     # --- the owner's side -----------------------------------------------------------------------------------------
@@ -104,10 +104,9 @@ class Executor:
         if self._lock is not None:
             self._lock.acquire()
         try:
-            self._incarnations = used_incarnations(self.config)
             state = load_state(self.config)
+            self._roster.recall(used_incarnations(self.config), state)
             if state is not None:
-                self._incarnations |= state.incarnations
                 self._group.epoch = state.epoch
             spares = await self._spares.find()
             found = await find_members(self.config, state, self._launcher, self._event, spares, self._term)
@@ -135,7 +134,7 @@ class Executor:
             return
         fresh = {s: (cause, detected) for s in slots if s in self._group.live and s not in self._lost}
         if not replace:
-            self._target = tuple(s for s in self._target if s not in fresh)
+            self._roster.target = tuple(s for s in self._roster.target if s not in fresh)
         if not fresh:
             return
         self._lost |= fresh
@@ -160,24 +159,16 @@ class Executor:
         act any more. The sequences run in the background."""
         if why := self._why_not():
             raise Superseded(why)
-        slots = self._choose(target) if isinstance(target, int) else tuple(sorted(set(target)))
-        config, experts = self.config, self._group.model.experts
-        outside = [s for s in slots if not 0 <= s < config.max_ranks]
-        if outside:
-            raise Infeasible(f"slots {outside} are outside 0..{config.max_ranks - 1}")
-        if not slots:
-            raise Infeasible("a group needs at least 1 rank")
-        if len(slots) * config.slots_per_rank < experts:
-            raise Infeasible(
-                f"{len(slots)} ranks x {config.slots_per_rank} slots hold fewer than {experts} experts; "
-                f"at least {-(-experts // config.slots_per_rank)} ranks are needed"
-            )
+        slots = (
+            choose(self.config, self._roster.target, target) if isinstance(target, int) else tuple(sorted(set(target)))
+        )
+        refuse_infeasible(self.config, self._group.model.experts, slots)
         self._boots.pardon(slots)
         self._spares.pardon()
         now = time.monotonic()
-        self._wanted |= dict.fromkeys({*slots} ^ {*self._target}, (reason, now))
-        self._target = slots
-        self._save()
+        self._wanted |= dict.fromkeys({*slots} ^ {*self._roster.target}, (reason, now))
+        self._roster.target = slots
+        self._roster.save()
         self._wake.set()
         return slots
 
@@ -188,7 +179,7 @@ class Executor:
                 await self._changed.wait_for(self._is_settled)
         except TimeoutError:
             raise Retryable(
-                f"not settled within {deadline_s:g} s: live {list(self._group.live)}, target {list(self._target)}, "
+                f"not settled within {deadline_s:g} s: live {list(self._group.live)}, target {list(self._roster.target)}, "
                 f"quarantined {self._boots.quarantined}, last failure: {self._failure or 'none'}"
             ) from None
 
@@ -199,7 +190,7 @@ class Executor:
             self._group,
             self._boots,
             self._spares.status(),
-            target=self._target,
+            target=self._roster.target,
             lost=self._lost,
             sequence=sequence,
             gateway=self._gateway.trouble,
@@ -244,13 +235,10 @@ class Executor:
         for found in self._launcher.strays():
             self._launcher.end(found)
         await self._launcher.ended(deadline_s=END_S)
-        for path in [*self.config.root.glob("rank-*.sock*"), *self.config.root.glob("spare-*.sock*")]:
-            path.unlink(missing_ok=True)
-        tier_path(self.config.root).unlink(missing_ok=True)
+        remove_leftovers(self.config.root)
         self._group.links.clear()
         self._group.view = None
-        self._known.clear()
-        self._save()
+        self._roster.forget()
         self._release_lock()
 
     # --- the fence ------------------------------------------------------------------------------------------------
@@ -280,8 +268,8 @@ class Executor:
 
     async def _form(self) -> str:
         write_json(config_path(self.config.root), self.config)
-        self._target = tuple(range(self.config.ranks))
-        self._wanted = dict.fromkeys(self._target, ("start", time.monotonic()))
+        self._roster.target = tuple(range(self.config.ranks))
+        self._wanted = dict.fromkeys(self._roster.target, ("start", time.monotonic()))
         try:
             if self.config.host_tier:
                 await self._launcher.build_tier(deadline_s=TIER_DEADLINE_S)
@@ -298,7 +286,7 @@ class Executor:
         except BaseException:
             await self.stop()
             raise
-        return f"formed a group of {len(self._target)} ranks on slots {list(self._target)}"
+        return f"formed a group of {len(self._roster.target)} ranks on slots {list(self._roster.target)}"
 
     async def _adopt(self, found: dict[int, list[RankLink]], state: GroupState | None) -> str:
         group = self._group
@@ -309,9 +297,8 @@ class Executor:
             self._launcher.remove(link.member.address)
         top = [link.status.epoch for links_ in found.values() for link in links_]
         group.epoch = max([group.epoch, *top])
-        for slot, link in links.items():
-            self._known[slot] = link.member
-            self._incarnations[slot] = max(self._incarnations.get(slot, 0), link.member.incarnation)
+        for link in links.values():
+            self._roster.meet(link.member)
         group.view = view
         serving = set(view.live) if view else set()
         # a process without a view is a joiner, also in a slot that the view counts as live: the one it counts is dead
@@ -322,7 +309,7 @@ class Executor:
             link.status.phase != "serving" or (view is not None and link.status.view != view)
             for link in group.links.values()
         )
-        self._target = (
+        self._roster.target = (
             state.target if state and state.target else tuple(sorted(serving)) or tuple(range(self.config.ranks))
         )
         self._formed = True
@@ -332,7 +319,7 @@ class Executor:
         await self._take_gateway_epoch()
         await self._gateway.route(group.epoch, self._sequences.routes())
         self._begin()
-        self._save()
+        self._roster.save()
         if not missing and not unsettled:
             return f"adopted the running group: slots {sorted(serving)} at epoch {group.epoch}, nothing to do"
         return (
@@ -389,7 +376,7 @@ class Executor:
         self._running = None
         if serves:
             self._spares.disturbed()
-        self._save()
+        self._roster.save()
         await self._notify()
         return failed
 
@@ -400,8 +387,8 @@ class Executor:
             return None
         if (sequence := self._repair()) is not None:
             return sequence
-        await boots.cancel((boots.booting | set(boots.ready)) - set(self._target))
-        wanted = [s for s in self._target if s not in group.live and s not in boots.quarantined]
+        await boots.cancel((boots.booting | set(boots.ready)) - set(self._roster.target))
+        wanted = [s for s in self._roster.target if s not in group.live and s not in boots.quarantined]
         if wanted:
             boots.ensure(wanted)
             ready = [s for s in wanted if s in boots.ready]
@@ -410,7 +397,7 @@ class Executor:
             if boots.booting & set(wanted):
                 # nobody leaves before those who come in their place are there
                 return None
-        leavers = [s for s in group.live if s not in self._target]
+        leavers = [s for s in group.live if s not in self._roster.target]
         if leavers and not group.parked and self._can_hold(set(group.live) - set(leavers)):
             return self._sequences.retire(leavers, *self._why(leavers))
         if self._formed:
@@ -502,66 +489,6 @@ class Executor:
     def _words(self, member: Member) -> str:
         return self._launcher.last_words(f"rank-{member.slot}.{member.incarnation}")
 
-    def _next_incarnation(self, slot: int) -> int:
-        self._incarnations[slot] = self._incarnations.get(slot, 0) + 1
-        return self._incarnations[slot]
-
-    def _remember(self, slot: int, incarnation: int, started: Launched | None) -> None:
-        if started is None:
-            self._known.pop(slot, None)
-        else:
-            address = socket_path(self.config.root, slot, incarnation)
-            self._known[slot] = Member(slot, incarnation, started.pid, started.pid_start, address)
-        self._save()
-
-    def _save(self) -> None:
-        if self._why_not():
-            return
-        coming = self._boots.booting | set(self._boots.ready)
-        members = {s: m for s, m in self._known.items() if s in coming}
-        members |= {s: link.member for s, link in self._group.links.items()}
-        state = GroupState(
-            group=self.config.name,
-            epoch=self._group.epoch,
-            target=self._target,
-            members=tuple(members[s] for s in sorted(members)),
-            incarnations=dict(self._incarnations),
-        )
-        error = ""
-        try:
-            save_state(self.config, state, self._term)
-        except OSError as failure:
-            # a hint for the next controller, which asks the ranks in any case: a full disk must not end healing
-            error = str(failure)
-        if error and error != self._save_error:
-            log.error("the group's state cannot be saved: %s", error)
-        self._save_error = error
-
-    def _choose(self, ranks: int) -> tuple[int, ...]:
-        """The slots for a number of ranks: keep the lowest, take the lowest empty ones."""
-        if not 1 <= ranks <= self.config.max_ranks:
-            raise Infeasible(f"{ranks} ranks are outside 1..{self.config.max_ranks} (max_ranks)")
-        kept = list(self._target)[:ranks]
-        free = [s for s in range(self.config.max_ranks) if s not in kept]
-        return tuple(sorted([*kept, *free[: ranks - len(kept)]]))
-
     def _is_settled(self) -> bool:
         group = self._group
-        return self._running is None and not self._lost and not group.unsettled and group.live == self._target
-
-
-def end_group(run_dir: Path) -> int:
-    """End gateway and ranks of a group that no controller holds, and remove what they leave. Returns how many processes
-    there were. Raises ElasticError where no group ever ran, or a controller holds it."""
-    config = read_config(config_path(run_dir))
-    lock = ControllerLock(config)
-    lock.acquire()
-    launcher = LocalLauncher(config)
-    found = launcher.strays()
-    for process_ in found:
-        launcher.end(process_)
-    sockets = [*run_dir.glob("rank-*.sock*"), *run_dir.glob("spare-*.sock*")]
-    for left in [*sockets, run_dir / "gateway.json", run_dir / "gateway.sock", tier_path(run_dir)]:
-        left.unlink(missing_ok=True)
-    lock.release()
-    return len(found)
+        return self._running is None and not self._lost and not group.unsettled and group.live == self._roster.target

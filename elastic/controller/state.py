@@ -3,13 +3,11 @@
 The file is a hint, not the truth: after a restart the ranks are asked. It exists so that they can be found.
 """
 
-import contextlib
-import fcntl
-import os
 from typing import IO
 
 import msgspec
 
+from elastic import lockfile
 from elastic.config import GroupConfig
 from elastic.errors import ElasticError
 from elastic.launch.base import Launched
@@ -73,19 +71,10 @@ class ControllerLock:
 
     def acquire(self) -> None:
         """Raises ElasticError naming the holder."""
-        file = self._path.open("a+")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
-            file.close()
-            raise ElasticError(f"{self._path}: another controller holds this group (pid {holder})") from None
-        # a hint for whoever is refused: a full disk must not keep the controller away
-        with contextlib.suppress(OSError):
-            os.ftruncate(file.fileno(), 0)
-            os.write(file.fileno(), str(os.getpid()).encode())
-        self._file = file
+            self._file = lockfile.claim(self._path)
+        except lockfile.Held as held:
+            raise ElasticError(f"{self._path}: another controller holds this group (pid {held.holder})") from None
 
     def release(self) -> None:
         if self._file is not None:

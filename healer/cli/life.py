@@ -59,7 +59,7 @@ def stop(
     from healer.address import read_address
 
     if read_address(folder) is None and (folder / "config.json").exists():
-        from elastic.controller.executor import end_group
+        from elastic.controller.ending import end_group
 
         typer.echo(f"no daemon runs here; ended {end_group(folder)} processes that one had left serving")
         return

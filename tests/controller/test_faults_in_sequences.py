@@ -11,7 +11,7 @@ import pytest
 
 from elastic import process
 from elastic.client import random_prompts
-from elastic.controller import executor as executor_module
+from elastic.controller import roster as roster_module
 from elastic.controller.executor import Executor
 from elastic.controller.state import GatewayProcess
 from elastic.errors import ElasticError
@@ -141,7 +141,7 @@ async def test_a_full_disk_does_not_end_healing(
         def full(*_: object) -> None:
             raise OSError(28, os.strerror(28))
 
-        monkeypatch.setattr(executor_module, "save_state", full)
+        monkeypatch.setattr(roster_module, "save_state", full)
         pid = owner.member(1).pid
         owner.signal(1, signal.SIGKILL)
         await until(lambda: any(r.kind == "loss" for r in owner.reports), 10)

@@ -15,7 +15,8 @@ import pytest
 from elastic import process
 from elastic.client import Tokens, Traffic, random_prompts
 from elastic.config import GroupConfig
-from elastic.controller.executor import Executor, end_group
+from elastic.controller.ending import end_group
+from elastic.controller.executor import Executor
 from elastic.controller.records import BootFailed, Event, RankGone, SequenceEnded, SequenceReport, SpareState
 from elastic.launch.base import Launched
 from elastic.launch.local import LocalLauncher

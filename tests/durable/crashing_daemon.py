@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.channel import Channel
-from elastic.controller import boots, executor
+from elastic.controller import boots, executor, roster
 from elastic.controller.recorder import Recorder
 from elastic.errors import ElasticError
 from elastic.protocol import GatewayQuery, Query
@@ -40,7 +40,7 @@ def run(arguments: tuple[str, ...]) -> None:
 
 
 def install(points: Points) -> None:
-    flush, save, send, call = Journal.flush, executor.save_state, Channel.send, Channel.call
+    flush, save, send, call = Journal.flush, roster.save_state, Channel.send, Channel.call
     phase, end, answer = Recorder.phase, Recorder.end, Journal.answer
 
     def flushed(self: Journal) -> bool:
@@ -91,6 +91,6 @@ def install(points: Points) -> None:
     Recorder.end = ended  # type: ignore[method-assign]
     Journal.flush = flushed  # type: ignore[method-assign]
     Journal.answer = answered  # type: ignore[method-assign]
-    executor.save_state = saved
+    roster.save_state = saved  # type: ignore[assignment,attr-defined]
     Channel.send = sent  # type: ignore[method-assign]
     Channel.call = called  # type: ignore[method-assign,assignment]
