@@ -253,7 +253,8 @@ class Run:
                     threads=each.num_threads(),
                 )
                 found.append(reading)
-        return found
+        ranks = sum(reading.kind == "rank" for reading in found)
+        return [msgspec.structs.replace(reading, ranks=ranks) for reading in found]
 
 
 async def _soak(options: Options, out: Console) -> int:

@@ -14,6 +14,8 @@ Request = Literal["right", "wrong", "failed"]
 
 WATCHED_S = 120.0
 """A process that lived for less says nothing about growth."""
+FEWEST = 12
+"""Readings without which nothing is said either."""
 SETTLED_SHARE, SETTLED_S = 0.25, 60.0
 """Of a process's life, and at least so long: from then on it has booted, on a busy machine too, and loaded what it needs."""
 GROWTH_SHARE, GROWTH_MB, GROWTH_FDS, GROWTH_THREADS = 0.10, 10.0, 4, 2
@@ -42,11 +44,13 @@ class Reading(msgspec.Struct, frozen=True):
     rss_mb: float
     fds: int
     threads: int
+    ranks: int = 0
+    """Processes of ranks that there were at that moment: with each that a process talks to, it holds more."""
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """One process over its settled life: the most that it held in the first quarter, the least in the last. What it holds
-    comes and goes with its peers and with each healing; what leaks stays."""
+    """One process over its settled life, while as many ranks ran as most of the time: the most that it held in the first
+    quarter, the least in the last. What it holds comes and goes with its peers and with each healing; what leaks stays."""
 
     kind: str
     pid: int
@@ -96,8 +100,12 @@ def grown(readings: Sequence[Reading]) -> tuple[Growth, ...]:
         if lived_s < WATCHED_S:
             continue
         settled = [r for r in life if r.at_s >= life[0].at_s + max(SETTLED_S, SETTLED_SHARE * lived_s)]
-        quarter = max(1, len(settled) // 4)
-        first, last = settled[:quarter], settled[-quarter:]
+        usual = statistics.mode(r.ranks for r in settled)
+        alike = [r for r in settled if r.ranks == usual]
+        if len(alike) < FEWEST:
+            continue
+        quarter = len(alike) // 4
+        first, last = alike[:quarter], alike[-quarter:]
 
         def pair(values: str, first: list[Reading] = first, last: list[Reading] = last) -> tuple[float, float]:
             return (
@@ -136,7 +144,7 @@ def write_markdown(soak: Soak, path: Path) -> None:
     lines += [
         "",
         "Of each process that was watched for two minutes or more, the most that it held in the first quarter of its settled life "
-        "and the least in the last:",
+        "and the least in the last, while the usual number of ranks ran:",
         "",
         "| Process | Watched, s | Memory, MB | Descriptors | Threads |",
         "|---|---|---|---|---|",

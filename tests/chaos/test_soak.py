@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,21 @@ def soak(*options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
 
 
-def life(rss: list[float], fds: list[int], started: float = 1.0) -> list[Reading]:
-    """One reading each four seconds."""
+def life(
+    rss: list[float], fds: list[int], started: float = 1.0, ranks: Callable[[int], int] | None = None
+) -> list[Reading]:
+    """One reading each four seconds. `ranks`: of the number of the reading."""
     return [
-        Reading(at_s=4.0 * i, kind="daemon", pid=1, started=started, rss_mb=mb, fds=n, threads=5)
+        Reading(
+            at_s=4.0 * i,
+            kind="daemon",
+            pid=1,
+            started=started,
+            rss_mb=mb,
+            fds=n,
+            threads=5,
+            ranks=ranks(i) if ranks else 4,
+        )
         for i, (mb, n) in enumerate(zip(rss, fds, strict=True))
     ]
 
@@ -50,6 +62,13 @@ def test_a_process_that_gets_more_peers_for_a_while_does_not_leak() -> None:
     peers = [20 + 9 * (i // 7 % 2) for i in range(60)]
     (life_,) = grown(life([50.0] * 60, peers))
     assert not life_.too_much
+
+
+def test_a_group_that_grew_to_more_ranks_does_not_leak() -> None:
+    (life_,) = grown(life([50.0] * 90, [30] * 50 + [39] * 40, ranks=lambda i: 4 if i < 50 else 6))
+    assert not life_.too_much
+    (life_,) = grown(life([50.0] * 90, [30] * 50 + [39] * 40))
+    assert life_.too_much
 
 
 def test_two_processes_with_one_pid_are_two() -> None:
