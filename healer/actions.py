@@ -15,15 +15,13 @@ from healer.journal import Entry, Journal, Kind
 from healer.logs import LateLog
 from healer.metrics import Metrics
 from healer.policy import bounds
+from healer.policy.begun import notes_of
 from healer.policy.decide import Decision, Reason, Step
 from healer.policy.guards import WAITED_FOR
 from healer.policy.memory import (
-    Began,
     Ended,
     Memory,
     Note,
-    Phase,
-    Removed,
     Returned,
     moved,
     recall,
@@ -120,31 +118,9 @@ class Actions:
             self._log.say("error", "action.refused", step=decision.step, slots=slots, error=str(error))
 
     def _note_begun(self, decision: Decision, now: float) -> None:
-        if decision.reason == Reason.QUARANTINE_OVER:
-            self._roster.note(*(Returned(slot, now) for slot in decision.slots))
-        if not decision.rule:
-            return
-        phase = Phase.RUNNING
-        if decision.hook and decision.step != Step.HOOK:
-            phase = Phase.EMPTYING
-        elif decision.reason == Reason.REPAIRED:
-            phase = Phase.REFILLING
-        ranks = {v.rank.slot: v.rank for v in decision.verdicts}
-        self._roster.xids |= {v.rank.slot: next(iter(v.xids), 0) for v in decision.verdicts}
-        began = Began(
-            ranks=tuple(ranks.get(slot) or self._roster.last_in_slot(slot) for slot in decision.slots),
-            rule=decision.rule,
-            cause=decision.cause,
-            rung=decision.rung,
-            step=decision.step,
-            phase=phase,
-            destructive=decision.destructive,
-            at=now,
-        )
-        self._roster.note(began)
-        leaves = decision.step in (Step.SCALE_DOWN, Step.DRAIN, Step.GIVE_UP)
-        if leaves and decision.reason == Reason.QUARANTINED:
-            self._roster.note(*(Removed(slot, now) for slot in decision.slots))
+        if decision.rule:
+            self._roster.xids |= {v.rank.slot: next(iter(v.xids), 0) for v in decision.verdicts}
+        self._roster.note(*notes_of(decision, self._roster.last_in_slot, now))
 
     def _lose(self, decision: Decision) -> None:
         detected = min(v.since for v in decision.verdicts)

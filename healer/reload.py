@@ -152,13 +152,14 @@ def _load(path: Path) -> Policy:
     return load_policy(path)
 
 
-def _stamp(path: Path | None) -> tuple[int, int, int] | None:
-    """Changes with the file. An editor that writes a new file beside and renames it changes the inode."""
+def _stamp(path: Path | None) -> tuple[int, ...] | None:
+    """Changes with the file. An editor that writes a new file beside and renames it changes the inode; permissions that are
+    given back change only the time of the last change of the inode."""
     try:
         found = path.stat() if path is not None else None
     except OSError:
-        return (0, 0, 0)
-    return (found.st_ino, found.st_mtime_ns, found.st_size) if found is not None else None
+        return (0,)
+    return (found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size) if found is not None else None
 
 
 def _digest(path: Path | None) -> str:

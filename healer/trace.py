@@ -25,8 +25,8 @@ TRACE_VERSION = 1
 MAX_BYTES = 16 << 20
 """Of one file; with its predecessor twice as much."""
 MAX_SLOTS = 1_000_000
-LATEST_WALL = 253_402_300_799.0
-"""The last second of the year 9999, in seconds since the epoch: calendars end there."""
+LATEST_WALL = 32_503_680_000.0
+"""The year 3000, in seconds since the epoch: calendars end somewhere after it."""
 LARGEST_S = 1e10
 """Of a monotonic clock: 300 years."""
 BACK_S = 1.0
@@ -106,6 +106,9 @@ class Trace:
         self.cut = ""
         """Once all lines were read: which one was cut off and did not count; empty: none was."""
         try:
+            if path.exists() and not path.is_file() and not path.is_dir():
+                # a pipe would be waited for, and a device has no end
+                raise TraceError(f"{path}: is no regular file, expected a trace")
             with path.open("rb") as file:
                 first = file.readline()
         except OSError as error:
@@ -192,7 +195,7 @@ def _wrong_times(at: float, wall: float) -> str:
     if not 0.0 <= at <= LARGEST_S:
         return f"is at {at:g} s, expected seconds from 0 to {LARGEST_S:g}"
     if not 0.0 <= wall <= LATEST_WALL:
-        return f"has the wall clock {wall:g}, expected seconds since 1970"
+        return f"has the wall clock {wall:g}, expected seconds since 1970, up to the year 3000"
     return ""
 
 

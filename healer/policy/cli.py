@@ -75,7 +75,8 @@ def explain(
     """Say which rule answers an event, and why the others do not.
 
     About a rank the keys are verdict, cause, confidence, slot, host, xid, evidence, source, severity, failures, live and
-    lost; about load the signals of the policy (a number, idle or missing), ranks and for.
+    lost; what is not given is taken to be as told. About load they are the signals of the policy (a number, idle or
+    missing), ranks, for (how long it has been so: 90s) and wall (when, for schedules: 2026-01-31T23:00+01:00).
     """
     import time
 
@@ -94,6 +95,7 @@ def explain(
 
 
 BootOption = Annotated[float, typer.Option(help="Seconds from a decision to grow until the new ranks serve.", min=0.0)]
+AllOption = Annotated[bool, typer.Option("--all", help="Also what was decided without doing anything.")]
 PlotOption = Annotated[Path | None, typer.Option(help="Write size, load and events over time as SVG.")]
 
 
@@ -105,10 +107,13 @@ def replay(
     policy: Annotated[Path, typer.Option("--policy", "-p", help="The policy file.")],
     boot: BootOption = 30.0,
     plot: PlotOption = None,
-    every: Annotated[bool, typer.Option("--all", help="Also what was decided without acting.")] = False,
+    every: AllOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a policy would have done with a recording."""
+    """Show what a policy would have done with a recording.
+
+    `healer run --record trace.jsonl` records a trace; the run directory of every group has a journal.db.
+    """
     import msgspec
 
     from healer.policy.load import load_policy
@@ -135,6 +140,7 @@ def diff(
     trace: Annotated[Path, typer.Option(help="A trace, or a daemon's journal.db.")],
     boot: BootOption = 30.0,
     plot: PlotOption = None,
+    every: AllOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what two policies would have done differently with the same recording."""
@@ -152,7 +158,7 @@ def diff(
 
         draw([before, after], plot)
     if as_json:
-        both = {"old": before, "new": after, "differences": list(differences(before, after))}
+        both = {"old": before, "new": after, "differences": list(differences(before, after, every=every))}
         typer.echo(json.dumps(msgspec.to_builtins(both), indent=1))
     else:
-        show_difference(console(), before, after)
+        show_difference(console(), before, after, every=every)

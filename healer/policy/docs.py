@@ -116,7 +116,9 @@ def _values(value: Node) -> str:
     if "enum" in value:
         choices = value["enum"]
         return (
-            " ".join(f"`{one}`" for one in choices) if len(choices) <= _MANY else f"one of {len(choices)}, listed below"
+            " ".join(f"`{one}`" for one in choices)
+            if len(choices) <= _MANY
+            else f"one of {len(choices)}, [listed above](#long-lists)"
         )
     for union in ("anyOf", "oneOf"):
         if union in value:
@@ -161,11 +163,15 @@ def _cell(text: str) -> str:
 
 def choices() -> str:
     """The long lists of values."""
-    match = build()["$defs"]["Match"]["properties"]
+    schema = build()
     rows = []
-    for key in ("cause", "evidence"):
-        (array,) = (one for one in match[key]["anyOf"] if one.get("type") == "array")
-        rows.append(f"`match.{key}`: " + ", ".join(f"`{one}`" for one in array["items"]["enum"]) + ".")
+    for path, node in sections(schema):
+        for key, value in node["properties"].items():
+            for array in (value, *value.get("anyOf", ())):
+                values = array.get("items", {}).get("enum", ())
+                if len(values) > _MANY:
+                    named = path.removeprefix("spec.").replace("healing.rules[].", "")
+                    rows.append(f"`{named}.{key}`: " + ", ".join(f"`{one}`" for one in values) + ".")
     return "\n\n".join(rows)
 
 

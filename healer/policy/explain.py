@@ -5,6 +5,7 @@ about a rank.
 """
 
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TypeVar
 
@@ -17,17 +18,20 @@ from healer.load.decision import ScaleDecision
 from healer.load.engine import Group, ScalerState, Seen, evaluate
 from healer.load.plan import compile_rules
 from healer.load.readings import MISSING, Known, Level
+from healer.policy.match_doubts import confidences_of
 from healer.policy.rules import Considered, Facts, RuleBook
 from healer.policy.schedules import Calendar
-from healer.policy.schema import Policy
+from healer.policy.schema import Policy, Rung
+from healer.policy.schema.base import parse_window
 from healer.policy.schema.scaling import GATEWAY_METRICS
+from healer.trace import LATEST_WALL
 
 E = TypeVar("E", bound=StrEnum)
 
 RANK_KEYS = {
     "verdict": "healthy, unhealthy or unknown; default unhealthy",
     "cause": "such as process-death, hang or xid; default process-death, or xid where xid is given",
-    "confidence": "none, conclusive, quorum or deadline; default conclusive",
+    "confidence": "none, conclusive, quorum or deadline; default what a verdict with the cause rests on",
     "slot": "default 0",
     "host": "its name; default none",
     "xid": "its code",
@@ -40,8 +44,8 @@ RANK_KEYS = {
 }
 LOAD_KEYS = {
     "ranks": "live ranks; default target.ranks",
-    "for": "seconds that it has been so; default 3600",
-    "wall": "seconds since the epoch, for schedules; default now",
+    "for": "how long it has been so, such as 90s; default 1h",
+    "wall": "when, for schedules, such as 2026-01-31T23:00+01:00, or seconds since the epoch; default now",
 }
 
 
@@ -62,6 +66,8 @@ class Explained(msgspec.Struct, frozen=True):
     """Signals that the event did not give a value: they count as missing."""
     asks: bool = True
     """Where no rule matches, a human is asked."""
+    assumed: dict[str, str] = {}
+    """Of an event about a rank: what it does not give, and was taken to be."""
 
 
 def explain(policy: Policy, event: str, wall: float) -> Explained:
@@ -87,7 +93,7 @@ def _parse(event: str) -> dict[str, str]:
     for part in filter(None, (p.strip() for p in event.split(","))):
         key, equals, value = part.partition("=")
         if not equals or not key.strip() or not value.strip():
-            raise EventError(f"--event: {part!r} is not valid, expected key=value, such as cause=process-death")
+            raise EventError(f"--event: {part[:40]!r} is not valid, expected key=value, such as cause=process-death")
         if key.strip() in found:
             raise EventError(f"--event: {key.strip()} is there twice, expected it once")
         found[key.strip()] = value.strip()
@@ -101,11 +107,12 @@ def _rank(policy: Policy, given: Mapping[str, str]) -> Explained:
     unknown = given.keys() - RANK_KEYS.keys()
     if unknown:
         known = ", ".join([*RANK_KEYS, *signals])
-        raise EventError(f"--event: {', '.join(sorted(unknown))}: unknown key, expected one of {known}")
+        raise EventError(f"--event: {', '.join(sorted(unknown))[:80]}: unknown key, expected one of {known}")
     xid = _number(given, "xid", 0, int)
     health = _one_of(given, "verdict", Health, Health.UNHEALTHY)
     cause = _one_of(given, "cause", Cause, Cause.XID if xid else Cause.PROCESS_DEATH)
-    confidence = _one_of(given, "confidence", Confidence, Confidence.CONCLUSIVE)
+    usual = confidences_of(cause)[0] if health == Health.UNHEALTHY else Confidence.NONE
+    confidence = _one_of(given, "confidence", Confidence, usual)
     severity = _one_of(given, "severity", Severity, Severity.CRITICAL)
     slot = _number(given, "slot", 0, int)
     if slot >= policy.spec.target.max_ranks:
@@ -138,21 +145,25 @@ def _rank(policy: Policy, given: Mapping[str, str]) -> Explained:
         xids=(xid,) if xid else (),
     )
     book, ranks = RuleBook(policy), policy.spec.target.ranks
-    facts = Facts(
-        verdict,
-        evidence,
-        0.0,
-        host=given.get("host", ""),
-        labels=book.labels(slot),
-        failures=_number(given, "failures", 1, int),
-        live=_number(given, "live", max(0, ranks - 1), int),
-        target=ranks,
-        lost=_number(given, "lost", 1, int),
-    )
+    counts = {
+        "failures": _number(given, "failures", 1, int),
+        "live": _number(given, "live", max(0, ranks - 1), int),
+        "lost": _number(given, "lost", 1 if health == Health.UNHEALTHY else 0, int),
+    }
+    facts = Facts(verdict, evidence, 0.0, host=given.get("host", ""), labels=book.labels(slot), target=ranks, **counts)
     told = book.explain(facts)
     matched = next((one.rule for one in told if one.outcome in ("matched", "waits")), "")
-    ladder = tuple(str(step.action) for step in book.by_name[matched].rule.ladder) if matched else ()
-    return Explained("rank", told, ladder, None, asks=health == Health.UNHEALTHY)
+    ladder = tuple(_shown(rung) for rung in book.by_name[matched].rule.ladder) if matched else ()
+    taken = {
+        "verdict": health, "cause": cause, "confidence": confidence, "slot": slot, "severity": severity,
+        "evidence": "+".join(kinds), **counts,
+    }  # fmt: skip
+    assumed = {key: str(value) for key, value in taken.items() if key not in given}
+    return Explained("rank", told, ladder, None, asks=health == Health.UNHEALTHY, assumed=assumed)
+
+
+def _shown(rung: Rung) -> str:
+    return f"hook {rung.hook}" if rung.action == "hook" else rung.action
 
 
 def _load(policy: Policy, given: Mapping[str, str], wall: float) -> Explained:
@@ -160,13 +171,13 @@ def _load(policy: Policy, given: Mapping[str, str], wall: float) -> Explained:
     unknown = given.keys() - load.signals.keys() - LOAD_KEYS.keys()
     if unknown:
         known = ", ".join([*load.signals, *LOAD_KEYS])
-        raise EventError(f"--event: {', '.join(sorted(unknown))}: unknown key, expected one of {known}")
+        raise EventError(f"--event: {', '.join(sorted(unknown))[:80]}: unknown key, expected one of {known}")
     ranks = _number(given, "ranks", policy.spec.target.ranks, int)
     if ranks < 1:
         raise EventError(f"--event: ranks={ranks} is not valid, expected at least 1")
     levels = {name: _level(given, name) for name in load.signals}
-    lasting_s = _number(given, "for", 3600.0, float)
-    wall = _number(given, "wall", wall, float)
+    lasting_s = _lasting(given)
+    wall = _moment(given, wall)
     seen = Seen(Group(ranks, ranks), levels, calendar=Calendar(policy.spec.schedules).at(wall))
     rules, state = compile_rules(policy), ScalerState()
     _, state = evaluate(rules, state, seen, 0.0)
@@ -174,6 +185,34 @@ def _load(policy: Policy, given: Mapping[str, str], wall: float) -> Explained:
     decision, _ = evaluate(rules, msgspec.structs.replace(state, wishes=()), seen, lasting_s)
     missing = tuple(name for name in load.signals if given.get(name, "missing") == "missing")
     return Explained("load", (), (), decision, missing)
+
+
+def _lasting(given: Mapping[str, str]) -> float:
+    """Seconds; a plain number is seconds too."""
+    text = given.get("for", "1h")
+    try:
+        return parse_window(text if text[-1:].isalpha() else f"{text}s")
+    except ValueError:
+        raise EventError(f"--event: for={text[:40]} is not valid, expected a duration such as 90s or 5m") from None
+
+
+def _moment(given: Mapping[str, str], now: float) -> float:
+    """Seconds since the epoch."""
+    text = given.get("wall")
+    if text is None:
+        return now
+    try:
+        if text.replace(".", "", 1).isdigit():
+            seconds = float(text)
+        else:
+            moment = datetime.fromisoformat(text)
+            seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        seconds = -1.0
+    if not 0 <= seconds <= LATEST_WALL:
+        expected = "expected a time such as 2026-01-31T23:00+01:00 (without an offset UTC), or seconds since the epoch"
+        raise EventError(f"--event: wall={text[:40]} is not valid, {expected}") from None
+    return seconds
 
 
 def _level(given: Mapping[str, str], name: str) -> Level:
@@ -208,4 +247,4 @@ def _one_of(given: Mapping[str, str], key: str, kind: type[E], default: E) -> E:
         return kind(given[key])
     except ValueError:
         expected = ", ".join(kind)
-        raise EventError(f"--event: {key}={given[key]} is not valid, expected one of {expected}") from None
+        raise EventError(f"--event: {key}={given[key][:40]} is not valid, expected one of {expected}") from None

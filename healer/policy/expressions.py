@@ -103,8 +103,9 @@ def check(text: str, examples: Mapping[str, Any]) -> Condition:
     unknown = sorted(condition.names - examples.keys())
     if unknown:
         position = re.search(rf"\b{re.escape(unknown[0])}\b", text)
+        named = ", ".join(one if len(one) <= 40 else f"{one[:37]}..." for one in unknown[:8])
         raise ExpressionError(
-            f"{_short(text)} names {', '.join(unknown)}, expected names among {', '.join(sorted(examples)) or 'none'}",
+            f"{_short(text)} names {named}, expected names among {', '.join(sorted(examples)) or 'none'}",
             position.start() + 1 if position else None,
         )
     with contextlib.suppress(MissingKey):  # labels of the site, which the examples cannot know

@@ -6,12 +6,13 @@ Rules that match nothing are looked for in `match_doubts`, load rules in `load_d
 from collections.abc import Iterator
 from itertools import chain
 
-from healer.diagnosis import Cause, Health
+from healer.diagnosis import Cause, Confidence, Health
 from healer.policy.conflict import Doubt
 from healer.policy.load_doubts import load_doubts
-from healer.policy.match_doubts import CAUSES_OF, match_doubts
+from healer.policy.match_doubts import CAUSES_OF, confidences_of, match_doubts, rests_on
 from healer.policy.schema import KeyPath, Match, Policy, Rule, Span, Target, Threshold, show_duration
 from healer.policy.schema.healing import CAUSES
+from healer.policy.slots import show_spans, slots_alike
 from healer.policy.time_doubts import time_doubts
 
 CONDEMNED = tuple(cause for cause in CAUSES if cause in CAUSES_OF[Health.UNHEALTHY] - {Cause.EXECUTOR})
@@ -45,13 +46,40 @@ def _rules(policy: Policy) -> Iterator[Doubt]:
         above = next((earlier for earlier in rules[:index] if covers(earlier, rule)), None)
         if above is not None:
             yield Doubt((*place, index), f"is never reached: {above.name!r} above it matches all that it matches")
-    open_causes = [cause for cause in CONDEMNED if not any(_answers(rule.match, cause) for rule in rules)]
-    if open_causes:
-        yield Doubt(place, f"have none for {', '.join(open_causes)}: such a rank waits for a human")
+    yield from _open(policy)
 
 
-def _answers(match: Match, cause: str) -> bool:
-    return Cause.NONE.value != cause and "unhealthy" in match.verdict and (match.cause is None or cause in match.cause)
+def _open(policy: Policy) -> Iterator[Doubt]:
+    """Causes that no rule answers: anywhere, or at some slots, or with some confidence."""
+    rules, places = policy.spec.healing.rules, slots_alike(policy)
+    causes: dict[str, list[str]] = {}
+    for cause in CONDEMNED:
+        cases = [(slots, one) for slots in places for one in confidences_of(Cause(cause))]
+        bare = [
+            (slots, one)
+            for slots, one in cases
+            if not any(_answers(policy, rule.match, cause, slots, one) for rule in rules)
+        ]
+        if bare:
+            at = list(dict.fromkeys(slots for slots, _ in bare))
+            on = list(dict.fromkeys(one for _, one in bare))
+            where = "" if len(at) == len(places) else f" at {show_spans(at)}"
+            how = "" if len(on) == len(confidences_of(Cause(cause))) else f" with confidence {', '.join(on)}"
+            causes.setdefault(where + how, []).append(cause)
+    for which, found in causes.items():
+        text = f"have none for {', '.join(found)}{which}: such a rank waits for a human"
+        yield Doubt(("spec", "healing", "rules"), text)
+
+
+def _answers(policy: Policy, match: Match, cause: str, slots: Span, confidence: Confidence) -> bool:
+    """May the rule answer such a case? Conditions, hosts, XIDs and evidence are taken to be met."""
+    return (
+        "unhealthy" in match.verdict
+        and (match.cause is None or cause in match.cause)
+        and confidence in rests_on(match, Cause(cause))
+        and (match.slot is None or any(span.holds(slots.first) for span in match.slot))
+        and (match.labels or {}).items() <= policy.spec.target.labels_of(slots.first).items()
+    )
 
 
 def covers(earlier: Rule, later: Rule) -> bool:

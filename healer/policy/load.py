@@ -1,5 +1,6 @@
 """Reading a policy file: every error at once, each with its place, what is wrong, and what was expected."""
 
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,15 +90,28 @@ def _line(name: str, found: tuple[int, int, str]) -> str:
 
 def _read(file: Path) -> str:
     try:
-        if file.stat().st_size > MAX_BYTES:
-            raise PolicyError([f"{file}: is larger than {MAX_BYTES} bytes, expected a policy file"])
-        return file.read_text(encoding="utf-8")
+        if not stat.S_ISREG(file.stat().st_mode):
+            # a pipe would be waited for, and a device has no end
+            kind = "a directory" if file.is_dir() else "no regular file"
+            raise PolicyError([f"{file}:1:1: is {kind}, expected a policy file"])
+        with file.open("rb") as opened:
+            content = opened.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise PolicyError([f"{file}: no such file, expected a policy (see policies/default.yaml)"]) from None
+    except (OSError, ValueError) as error:
+        what = error.strerror if isinstance(error, OSError) else str(error)
+        raise PolicyError([f"{file}: cannot be read: {what}, expected a policy file"]) from None
+    if len(content) > MAX_BYTES:
+        raise PolicyError([f"{file}:1:1: is larger than {MAX_BYTES} bytes, expected a policy file"])
+    try:
+        return content.decode()
     except UnicodeDecodeError as error:
-        raise PolicyError([f"{file}: is not UTF-8 text (byte {error.start})"]) from None
-    except OSError as error:
-        raise PolicyError([f"{file}: cannot be read: {error.strerror}"]) from None
+        before = content[: error.start].decode()
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        wide = (
+            " (it looks like UTF-16 or UTF-32)" if content.startswith((b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe")) else ""
+        )
+        raise PolicyError([f"{file}:{line}:{column}: is not UTF-8 text{wide}, expected a policy file"]) from None
 
 
 _STAND_IN: dict[str, Any] = {

@@ -3,13 +3,14 @@ never hold."""
 
 from collections.abc import Iterator, Mapping
 
-from healer.diagnosis import Cause, Health
+from healer.diagnosis import Cause, Confidence, Health
 from healer.evidence import What
 from healer.policy.conflict import Doubt
 from healer.policy.expressions import compiled
 from healer.policy.never import around, never_holds, numbers_in, texts_in, unknown_words
 from healer.policy.schema import KeyPath, Match, Policy, Rule, Span
 from healer.policy.schema.healing import CAUSES, CONFIDENCES
+from healer.policy.slots import slots_alike
 
 CAUSES_OF: Mapping[Health, frozenset[Cause]] = {
     Health.UNHEALTHY: frozenset(Cause)
@@ -20,12 +21,25 @@ CAUSES_OF: Mapping[Health, frozenset[Cause]] = {
     Health.UNKNOWN: frozenset({Cause.TELEMETRY_LOST, Cause.SUSPECTED, Cause.MUTUAL_WAIT, Cause.UNHEARD}),
     Health.HEALTHY: frozenset(
         {
-            Cause.NONE, Cause.STRAGGLER, Cause.MEMORY, Cause.REMAP, Cause.THERMAL, Cause.ECC, Cause.NVLINK,
+            Cause.STRAGGLER, Cause.MEMORY, Cause.REMAP, Cause.THERMAL, Cause.ECC, Cause.NVLINK,
             Cause.PCIE, Cause.FOREIGN_PROCESS, Cause.XID,
         }
     ),
 }  # fmt: skip
 """What the diagnosis of a rank can say (`healer.diagnosis`): with a healthy rank a cause is a warning."""
+
+CONFIDENCES_OF: Mapping[Cause, tuple[Confidence, ...]] = {
+    Cause.PROCESS_DEATH: (Confidence.CONCLUSIVE,),
+    Cause.STOPPED: (Confidence.CONCLUSIVE,),
+    Cause.HANG: (Confidence.QUORUM,),
+    Cause.STUCK: (Confidence.QUORUM,),
+    Cause.AGENT_LOST: (Confidence.DEADLINE,),
+    Cause.SILENT: (Confidence.DEADLINE,),
+    Cause.XID: (Confidence.CONCLUSIVE, Confidence.QUORUM, Confidence.DEADLINE),
+}
+"""What a condemnation with the cause can rest on, the usual first."""
+OF_GPUS = (Confidence.CONCLUSIVE, Confidence.QUORUM)
+"""With every other cause."""
 
 NVML = frozenset(
     {
@@ -51,6 +65,7 @@ def match_doubts(policy: Policy) -> Iterator[Doubt]:
     for index, rule in enumerate(policy.spec.healing.rules):
         place: KeyPath = ("spec", "healing", "rules", index, "match")
         yield from _causes(policy, rule.match, place)
+        yield from _everybody(rule.match, place)
         yield from _evidence(policy, rule.match, place)
         yield from _xids(policy, rule.match, place, codes)
         yield from _labels(policy, rule.match, place)
@@ -66,10 +81,31 @@ def _causes(policy: Policy, match: Match, place: KeyPath) -> Iterator[Doubt]:
             able = ", ".join(health for health, causes in CAUSES_OF.items() if cause in causes)
             shown = ", ".join(match.verdict)
             yield Doubt(here, f"{cause} never comes with verdict {shown}, expected match.verdict [{able}] beside it")
+        elif match.confidence is not None and match.verdict == ("unhealthy",) and not rests_on(match, Cause(cause)):
+            able = ", ".join(confidences_of(Cause(cause)))
+            shown = ", ".join(match.confidence)
+            yield Doubt(here, f"{cause} never comes with confidence {shown}, expected {able} beside it")
         elif not sensors.nvml.enabled and (
             cause in CAUSES_OF_NVML or (cause in CAUSES_OF_EITHER and not sensors.kernel_log.enabled)
         ):
             yield Doubt(here, f"{cause} is never found: {_off(policy)}")
+
+
+def confidences_of(cause: Cause) -> tuple[Confidence, ...]:
+    return CONFIDENCES_OF.get(cause, OF_GPUS)
+
+
+def rests_on(match: Match, cause: Cause) -> tuple[Confidence, ...]:
+    """What a condemnation with the cause that `match.confidence` lets through can rest on."""
+    return tuple(one for one in confidences_of(cause) if match.confidence is None or one in match.confidence)
+
+
+def _everybody(match: Match, place: KeyPath) -> Iterator[Doubt]:
+    if match.cause or match.evidence or match.confidence or match.severity or match.xid or match.when is not None:
+        return
+    if "unknown" in match.verdict:
+        text = "unknown matches every rank that starts, until it is heard; expected match.cause or match.evidence beside it"
+        yield Doubt((*place, "verdict", match.verdict.index("unknown")), text)
 
 
 def _evidence(policy: Policy, match: Match, place: KeyPath) -> Iterator[Doubt]:
@@ -116,11 +152,16 @@ def _codes(policy: Policy) -> frozenset[int]:
 def _labels(policy: Policy, match: Match, place: KeyPath) -> Iterator[Doubt]:
     if not match.labels:
         return
-    slots = [slot for slot in range(policy.spec.target.max_ranks) if _names(match.slot, slot)]
-    if not any(match.labels.items() <= policy.spec.target.labels_of(slot).items() for slot in slots):
+    if not any(match.labels.items() <= one.items() for one in _labels_there_are(policy, match)):
         shown = ", ".join(f"{name}={value}" for name, value in match.labels.items())
         where = " that match.slot names" if match.slot else ""
         yield Doubt((*place, "labels"), f"no slot{where} has {shown}, expected labels of target.slotLabels")
+
+
+def _labels_there_are(policy: Policy, match: Match) -> list[dict[str, str]]:
+    """Of the slots that `match.slot` names, each combination once or a few times."""
+    slots = (span.first for span in slots_alike(policy))
+    return [policy.spec.target.labels_of(slot) for slot in slots if _names(match.slot, slot)]
 
 
 def _names(spans: tuple[Span, ...] | None, slot: int) -> bool:
@@ -150,7 +191,7 @@ def _domains(policy: Policy, match: Match, condition: str) -> dict[str, tuple[ob
     able = {cause for verdict in match.verdict for cause in CAUSES_OF[Health(verdict)]}
     slots = [number for span in match.slot or () for number in span]
     ends = [number for span in match.xid or () for number in span]
-    labels = [target.labels_of(slot) for slot in range(most) if _names(match.slot, slot)]
+    labels = _labels_there_are(policy, match)
     return {
         "verdict": match.verdict,
         "cause": tuple(cause for cause in causes if cause in able),

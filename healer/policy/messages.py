@@ -2,6 +2,7 @@
 
 import datetime
 import difflib
+import re
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
@@ -21,12 +22,16 @@ def kind_of(value: object) -> str:
         return "nothing"
     if isinstance(value, datetime.date):
         return f"the date {value} (with quotes it is a string)"
-    if isinstance(value, (bool, int, float, str)):
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float, str)):
         text = repr(value)
         return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
     if isinstance(value, dict):
         return "a mapping"
-    return "a list" if value else "an empty list"
+    if isinstance(value, (list, tuple)):
+        return "a list" if value else "an empty list"
+    return "a value with a tag of YAML"
 
 
 def explain(details: ErrorDetails) -> tuple[KeyPath, str, bool]:
@@ -49,6 +54,8 @@ def explain(details: ErrorDetails) -> tuple[KeyPath, str, bool]:
     if kind == "value_error":
         return path, str(context["error"]), False
     shown = kind_of(value)
+    if kind in ("tuple_type", "list_type") and isinstance(value, (bool, int, float, str)) and len(shown) <= _LONGEST:
+        return path, f"{shown} is not valid, expected a list, such as [{_as_written(value)}]", False
     if kind == "string_pattern_mismatch":
         return path, f"{shown} does not fit, expected {_named(kind, context)}", False
     expected = _EXPECTED.get(kind, details["msg"])
@@ -56,7 +63,14 @@ def explain(details: ErrorDetails) -> tuple[KeyPath, str, bool]:
         expected = expected.format(**context)
     except (KeyError, IndexError):
         expected = details["msg"]
-    return path, f"{shown} is not valid, expected {expected}", False
+    hint = _HINTS.get(str(value), "") if kind == "literal_error" and path[-3:-2] == ("actions",) else ""
+    return path, f"{shown} is not valid, expected {expected}{hint}", False
+
+
+def _as_written(value: object) -> str:
+    if isinstance(value, str) and not _PLAIN.fullmatch(value):
+        return repr(value)
+    return kind_of(value) if isinstance(value, bool) else str(value)
 
 
 def _named(kind: str, context: dict[str, Any]) -> str:
@@ -73,6 +87,16 @@ _PATTERNS = {
     NAME_PATTERN: "lower-case letters, digits, '-' and '.', at most 63",
     SIGNAL_NAME: "a lower-case letter, then letters and digits, at most 63",
 }
+
+_PLAIN = re.compile(r"[A-Za-z][\w.*/-]*", re.ASCII)
+
+_HOOK = " ({hook: NAME} calls one of spec.hooks)"
+_HINTS = {
+    "quarantine": " (bounds.faultBudget puts slots into quarantine)",
+    "notify": " (spec.notifications tells people)",
+    "restart": " (replace ends a rank and starts another)",
+} | dict.fromkeys(("reset", "reboot", "webhook", "exec", "page"), _HOOK)
+"""Actions that people look for."""
 
 _EXPECTED = {
     "invalid_key": "a string as key",

@@ -42,9 +42,10 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
 def frames(path: Path) -> Iterator[Frame]:
     """Read a trace or a journal. Times do not go back: where the host was booted in between, the wall clock says how long
     that took. Raises TraceError or ElasticError that names the place."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        if file.read(len(SQLITE)) == SQLITE:
-            return _of_journal(path)
+    if path.is_file():
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if file.read(len(SQLITE)) == SQLITE:
+                return _of_journal(path)
     return _of_trace(Trace(path))
 
 

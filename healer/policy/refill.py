@@ -141,6 +141,10 @@ def _hook(round_: Round, rule: CompiledRule, place: Turn, slot: int) -> _Next:
     begun = ladder is not None and ladder.phase == Phase.EMPTYING
     destructive = hook is not None and hook.destructive and not begun  # counted when the slot was emptied for it
     if destructive and round_.breaker_room() == 0:
+        if ladder is not None and ladder.cause == Cause.PROCESS_DEATH:
+            # without the hook it is recovery, and no guard stands in its way
+            text = f"asks for a rank in slot {slot} without hook {name}, which the circuit breaker holds back, {place.text}"
+            return _ask(round_, slot, Reason.BREAKER_OPEN, text, len(rule.rule.ladder))
         text = f"did nothing, the circuit breaker is open; without it: runs hook {name} for {show([slot])}"
         return _Next(Step.NONE, Reason.BREAKER_OPEN, text, place.rung)
     text = f"runs hook {name} for {show([slot])}, {place.text}"

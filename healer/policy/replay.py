@@ -1,8 +1,9 @@
 """What a policy would have done with a recording.
 
-The recording is followed as it was: ranks die and come back when they did. A rank that the policy acts upon is not decided
-upon again in its incarnation, unless it was only given time (`retry`). The size is the policy's own: it grows `boot_s` after it was asked to, and what the ranks
-share, such as waiting requests, is as recorded whatever the size; latencies are as recorded too, since nobody knows better.
+The recording is followed as it was: ranks die and come back when they did. A rank that the policy ends is not decided upon
+again in its incarnation; one that it only gives time (`retry`), or for which it only calls a hook, is. Hooks are taken to
+succeed at once. The size is the policy's own: it grows `boot_s` after it was asked to, and what the ranks share, such as
+waiting requests, is as recorded whatever the size; latencies are as recorded too, since nobody knows better.
 """
 
 import math
@@ -18,10 +19,11 @@ from healer.load.forecast import POINTS, Forecast, History, fit
 from healer.load.plan import compile_rules
 from healer.load.readings import Known, Level
 from healer.policy import guards
+from healer.policy.begun import notes_of
 from healer.policy.decide import Decision, State, decide
-from healer.policy.memory import Began, Memory, Phase, remember
+from healer.policy.memory import Ended, Memory, remember
 from healer.policy.observe import observe
-from healer.policy.reasons import Step
+from healer.policy.reasons import ACTS, Step
 from healer.policy.recording import Frame
 from healer.policy.schedules import Calendar
 from healer.policy.schema import Policy, Predictive
@@ -44,6 +46,8 @@ class Row(msgspec.Struct, frozen=True):
     rule: str
     sentence: str
     acts: bool
+    matters: bool
+    """Something was done, or would have been but for `dryRun`, or a human was asked."""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -66,6 +70,11 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def actions(self) -> int:
         return sum(row.acts for row in self.rows)
+
+    @property
+    def calls(self) -> int:
+        """How often a human was asked."""
+        return sum(row.matters and row.part == "healing" and row.what.startswith(Step.HUMAN) for row in self.rows)
 
     @property
     def reversals(self) -> int:
@@ -91,6 +100,7 @@ class Player:
         self._now = self._last_load = 0.0
         self._wall: float | None = None
         self._slots: set[int] = set()
+        self._last: dict[int, RankRef] = {}
         self.size = 0
         self._ready_at = math.inf
         self._ready = 0
@@ -130,6 +140,7 @@ class Player:
         self._hours += self.size * max(0.0, frame.at - self._now) / 3600
         self._now = frame.at
         self._slots |= {rank.slot for rank in frame.live}
+        self._last |= {rank.slot: rank for rank in frame.live}
         if frame.note:
             self._notes[frame.note] = None
         self._heal(frame)
@@ -160,11 +171,21 @@ class Player:
         for one in decisions:
             if one.acts or one.key not in self._said:
                 self._row(_healing_row(one, self._since(frame.at)))
-            if one.acts and one.step is Step.RETRY:
-                self._memory = remember(self._memory, _begun(one, frame.at))
-            elif one.acts:
-                self._condemned |= {v.rank for v in one.verdicts if isinstance(v.subject, RankRef)}
+            if one.acts:
+                self._act(one, frame.at)
         self._said = {one.key for one in decisions}
+
+    def _act(self, one: Decision, at: float) -> None:
+        notes = list(notes_of(one, self._last_in_slot, at))
+        if one.step is Step.HOOK:
+            notes += [Ended(slot, one.rung, True, "", at) for slot in one.slots]
+        for note in notes:
+            self._memory = remember(self._memory, note)
+        if one.step not in (Step.RETRY, Step.HOOK):
+            self._condemned |= {v.rank for v in one.verdicts if isinstance(v.subject, RankRef)}
+
+    def _last_in_slot(self, slot: int) -> RankRef:
+        return self._last.get(slot, RankRef(slot, 0))
 
     # --- scaling --------------------------------------------------------------------------------------------------
 
@@ -239,19 +260,6 @@ class Player:
         self._rows.append(row)
 
 
-def _begun(one: Decision, at: float) -> Began:
-    return Began(
-        ranks=tuple(verdict.rank for verdict in one.verdicts),
-        rule=one.rule,
-        cause=one.cause,
-        rung=one.rung,
-        step=one.step,
-        phase=Phase.RUNNING,
-        destructive=False,
-        at=at,
-    )
-
-
 def _levels(line: LoadLine) -> dict[str, Level]:
     found = {name: Level(Known.VALUE, value) for name, value in line.values.items()}
     return found | {name: Level(Known.IDLE) for name in line.idle}
@@ -259,9 +267,11 @@ def _levels(line: LoadLine) -> dict[str, Level]:
 
 def _healing_row(one: Decision, at_s: float) -> Row:
     slots = f" {', '.join(map(str, one.slots))}" if one.slots else ""
-    return Row(at_s, "healing", f"{one.step.value}{slots}", one.reason.value, one.rule, one.sentence, one.acts)
+    matters = one.step in ACTS or one.step is Step.HUMAN
+    return Row(at_s, "healing", f"{one.step.value}{slots}", one.reason.value, one.rule, one.sentence, one.acts, matters)
 
 
 def _scaling_row(one: ScaleDecision, at_s: float) -> Row:
     what = f"{one.current} -> {one.size}" if one.size != one.current else "keep"
-    return Row(at_s, "scaling", what, one.reason.value, one.rule, one.sentence, one.acts)
+    matters = one.size != one.current
+    return Row(at_s, "scaling", what, one.reason.value, one.rule, one.sentence, one.acts, matters)

@@ -21,19 +21,20 @@ class Difference(msgspec.Struct, frozen=True):
     row: Row
 
 
-def differences(old: Replayed, new: Replayed) -> Iterator[Difference]:
-    """By time. Rows that say the same within the same second count as the same."""
-    before, after = ([(round(row.at_s), *row.key) for row in one.rows] for one in (old, new))
+def differences(old: Replayed, new: Replayed, *, every: bool = False) -> Iterator[Difference]:
+    """By time. Rows that say the same within the same second count as the same. `every`: also of rows that do not matter."""
+    before_rows, after_rows = ([row for row in one.rows if every or row.matters] for one in (old, new))
+    before, after = ([(round(row.at_s), *row.key) for row in rows] for rows in (before_rows, after_rows))
     found: list[Difference] = []
     for op, a, b, c, d in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
         if op != "equal":
-            found += [Difference("old", row) for row in old.rows[a:b]]
-            found += [Difference("new", row) for row in new.rows[c:d]]
+            found += [Difference("old", row) for row in before_rows[a:b]]
+            found += [Difference("new", row) for row in after_rows[c:d]]
     yield from sorted(found, key=lambda one: one.row.at_s)
 
 
 def show_replay(out: Console, replay: Replayed, *, every: bool) -> None:
-    rows = [row for row in replay.rows if every or row.acts]
+    rows = [row for row in replay.rows if every or row.matters]
     table = _table("AT", "WHAT", "RULE", "WHY")
     for row in rows:
         table.add_row(f"{row.at_s:.1f} s", row.what, escape(row.rule or "-"), escape(row.sentence))
@@ -44,8 +45,8 @@ def show_replay(out: Console, replay: Replayed, *, every: bool) -> None:
     _totals(out, replay)
 
 
-def show_difference(out: Console, old: Replayed, new: Replayed) -> None:
-    found = list(differences(old, new))
+def show_difference(out: Console, old: Replayed, new: Replayed, *, every: bool) -> None:
+    found = list(differences(old, new, every=every))
     table = _table("AT", "ONLY", "WHAT", "RULE", "WHY")
     for one in found:
         row, colour = one.row, "red" if one.only == "old" else "green"
@@ -55,7 +56,7 @@ def show_difference(out: Console, old: Replayed, new: Replayed) -> None:
     if found:
         out.print(table)
     else:
-        out.print("both policies would have done and said the same")
+        out.print("both policies would have done " + ("and said the same" if every else "the same"))
     for name, replay in (("old", old), ("new", new)):
         out.print(f"{name}: ", end="")
         _totals(out, replay)
@@ -68,6 +69,8 @@ def show_explained(out: Console, told: Explained) -> None:
     for one in told.rules:
         table.add_row(escape(one.rule), one.outcome, escape("; ".join(map(str, one.because)) or "-"))
     out.print(table)
+    if told.assumed:
+        out.print(f"taken to be: {escape(', '.join(f'{key}={value}' for key, value in told.assumed.items()))}")
     if told.ladder:
         out.print(
             f"actions: {', '.join(told.ladder)} (bounds, guards and what was tried before are not looked at here)"
@@ -92,12 +95,17 @@ def _scaling(out: Console, decision: ScaleDecision, missing: tuple[str, ...]) ->
 
 def _totals(out: Console, replay: Replayed) -> None:
     out.print(
-        f"{escape(replay.policy)}: {replay.actions} actions in {replay.span_s:.0f} s, "
-        f"{len(replay.sizes) - 1 if replay.sizes else 0} changes of size, {replay.reversals} reversals, "
+        f"{escape(replay.policy)}: {_count(replay.actions, 'action')} in {replay.span_s:.0f} s, "
+        f"{_count(replay.calls, 'call')} for a human, "
+        f"{_count(max(0, len(replay.sizes) - 1), 'change')} of size, {_count(replay.reversals, 'reversal')}, "
         f"{replay.rank_hours:.2f} rank-hours"
     )
     for note in replay.notes:
         out.print(f"  note: {escape(note)}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _table(*names: str) -> Table:

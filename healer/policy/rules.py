@@ -152,6 +152,11 @@ class CompiledRule:
     def fits_health(self, health: Health) -> bool:
         return health.value in self._healths
 
+    def fits(self, health: Health, cause: Cause) -> bool:
+        """Whether a verdict can be its business; of a rank that is well, and has not even a warning, nothing is."""
+        of_none = health == Health.HEALTHY and cause == Cause.NONE
+        return self.fits_health(health) and not of_none and (self.causes is None or cause.value in self.causes)
+
     def matches(self, facts: Facts) -> bool:
         return all(test.holds(facts) for test in self._tests)
 
@@ -181,6 +186,8 @@ class CompiledRule:
 def _tests(match: Match) -> Iterator[_Test]:
     healths = frozenset(match.verdict)
     yield _Test("match.verdict", match.verdict, lambda f: f.verdict.health in healths, lambda f: f.verdict.health)
+    if Health.HEALTHY in healths:
+        yield _Test("match.cause", "a warning", lambda f: not _is_well(f), lambda f: "none")
     if match.cause is not None:
         causes = frozenset(match.cause)
         yield _Test("match.cause", match.cause, lambda f: f.verdict.cause in causes, lambda f: f.verdict.cause)
@@ -218,6 +225,10 @@ def _tests(match: Match) -> Iterator[_Test]:
         yield _Test("match.when", match.when, lambda f: _met(condition, f) == "true", lambda f: _met(condition, f))
 
 
+def _is_well(facts: Facts) -> bool:
+    return facts.verdict.health == Health.HEALTHY and facts.verdict.cause == Cause.NONE
+
+
 def _label(name: str, value: str) -> _Test:
     return _Test(
         f"match.labels.{name}", value, lambda f: f.labels.get(name) == value, lambda f: f.labels.get(name, "none")
@@ -243,11 +254,7 @@ class RuleBook:
         """Rules that name few slots, by slot, in order."""
         everywhere = [one for one in self.rules if not self._names_slots(one)]
         able = {
-            (health, cause): frozenset(
-                one.index
-                for one in self.rules
-                if one.fits_health(health) and (one.causes is None or cause.value in one.causes)
-            )
+            (health, cause): frozenset(one.index for one in self.rules if one.fits(health, cause))
             for health in Health
             for cause in Cause
         }
@@ -255,8 +262,8 @@ class RuleBook:
         """Indices of the rules that verdict and cause fit."""
         self._index = {key: tuple(one for one in everywhere if one.index in fit) for key, fit in able.items()}
         """Of these, the rules for any slot."""
-        target = policy.spec.target
-        self._labels = {slot: target.labels_of(slot) for slot in range(target.max_ranks)} if target.slot_labels else {}
+        self._labels: dict[int, Mapping[str, str]] = {}
+        """By slot, as they are asked for: there may be a million."""
 
     def concerns(self, verdict: Verdict) -> bool:
         """False: no rule can match such a verdict, whatever it rests on."""
@@ -281,7 +288,9 @@ class RuleBook:
         return True
 
     def labels(self, slot: int) -> Mapping[str, str]:
-        return self._labels.get(slot, {})
+        if slot not in self._labels:
+            self._labels[slot] = self.policy.spec.target.labels_of(slot)
+        return self._labels[slot]
 
     def explain(self, facts: Facts) -> tuple[Considered, ...]:
         """Every rule in order: which one matched, and for each other why not."""

@@ -87,11 +87,36 @@ def parse_cron(text: str, timezone: str) -> "CronTrigger":
 
 
 def fire_after(cron: str, timezone: str, wall: float) -> float | None:
-    """The first time at or after `wall` (seconds since the epoch) that the expression names; None: never again."""
-    trigger = _trigger(cron, timezone)
-    at = trigger.get_next_fire_time(None, datetime.fromtimestamp(wall, UTC).astimezone(ZoneInfo(timezone)))
-    # a wall time that is skipped comes as one that does not exist; as a moment it is well defined
-    return None if at is None else at.timestamp()
+    """The first time at or after `wall` (seconds since the epoch) that the expression names; None: never again.
+
+    The library only counts through a calendar without changes of clocks: across one it loses a day. A local time that is
+    skipped comes when it would have been, one that is there twice comes twice.
+    """
+    trigger, zone = _trigger(cron, timezone), ZoneInfo(timezone)
+    local = datetime.fromtimestamp(wall, zone).replace(tzinfo=UTC, fold=0) - _shift(wall, zone)
+    best: float | None = None
+    while (found := trigger.get_next_fire_time(None, local)) is not None:
+        moments = _moments(found.replace(tzinfo=zone))
+        if best is not None and moments[0] >= best + _shift(best, zone).total_seconds():
+            break
+        best = min((at for at in (best, *moments) if at is not None and at >= wall), default=None)
+        local = found + timedelta(seconds=1)
+    return best
+
+
+def _moments(local: datetime) -> tuple[float, ...]:
+    """When it is that time: twice where clocks are put back."""
+    first, second = local.replace(fold=0).timestamp(), local.replace(fold=1).timestamp()
+    return (first, second) if second > first else (first,)
+
+
+def _shift(wall: float, zone: ZoneInfo) -> timedelta:
+    """By how much clocks change around that time; zero on nearly all days."""
+    offsets = [
+        datetime.fromtimestamp(max(0.0, wall + hours * 3600.0), zone).utcoffset() or timedelta()
+        for hours in (-25, 0, 25)
+    ]
+    return max(offsets) - min(offsets)
 
 
 def spell(window: Recurring, wall: float) -> Spell | None:
@@ -151,7 +176,9 @@ class Calendar:
 
 @lru_cache(maxsize=256)
 def _trigger(cron: str, timezone: str) -> "CronTrigger":
-    return parse_cron(cron, timezone)
+    """In a zone without changes of clocks."""
+    parse_cron(cron, timezone)
+    return parse_cron(cron, "UTC")
 
 
 def _last_fire(cron: str, timezone: str, since: float, wall: float) -> float | None:

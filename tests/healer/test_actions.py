@@ -5,8 +5,8 @@ from pathlib import Path
 
 from healer.journal import Kind
 from healer.policy.memory import Memory
+from tests.healer.supervised import Rig
 from tests.healer.support import eventually
-from tests.healer.test_supervisor import Rig
 
 
 def rules(rules_: str, more: str = "") -> str:

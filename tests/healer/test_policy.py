@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from elastic.config import ModelShape
 from healer.policy.load import PolicyError, load_policy, parse_policy
 from healer.policy.schema import Policy
+from healer.policy.schema.target import Target
 from tests.healer.support import POLICY
 
 REPOSITORY = Path(__file__).parents[2]
@@ -40,6 +41,7 @@ def test_the_ready_policies_are_valid(name: str) -> None:
 
 def test_relative_paths_are_taken_from_the_policy_file() -> None:
     target = parse(POLICY).spec.target
+    assert isinstance(target, Target)
     assert (target.checkpoint, target.run_dir) == ("/base/model", "/base/run")
 
 
@@ -141,7 +143,10 @@ def test_a_network_address_with_a_token_is_accepted() -> None:
         ("a: " + "9" * 5000, f"p.yaml:1:4: not valid YAML: '{'9' * 37}'... is a number of 5000 digits, expected fewer"),
         ("a:\n  [b, c]: d\n", "p.yaml:2:3: not valid YAML: a key is a list or a mapping, expected a word"),
         ("a:\n  ? {b: c}\n  : d\n", "p.yaml:2:5: not valid YAML: a key is a list or a mapping, expected a word"),
-        ("---\na: 1\n---\nb: 2\n", "p.yaml:3:1: not valid YAML: but found another document"),
+        (
+            "---\na: 1\n---\nb: 2\n",
+            "p.yaml:3:1: not valid YAML: expected a single document in the stream, but found another document",
+        ),
     ],
 )
 def test_what_is_no_policy_is_refused_with_its_place(text: str, problem: str) -> None:

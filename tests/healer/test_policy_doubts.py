@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from healer.diagnosis import Cause, Health
 from healer.policy.load import check_text
+from healer.policy.match_doubts import confidences_of
+from healer.policy.recording import frames
 from tests.healer.support import POLICY, FakeClock
 
 OFF = "  sensors: {nvml: {enabled: false}, kernelLog: {enabled: false}}\n"
@@ -43,6 +46,8 @@ NEVER = [
     (match("{evidence: [remap-failed]}") + "  sensors: {nvml: {enabled: false}}\n", "remap-failed is never seen: sensors.nvml is off"),
     (match("{xid: [79, 9000-9010]}"), "match.xid[1]: 9000-9010 is not in the XID catalogue"),
     (match("{xid: [79]}") + OFF, "match.xid[0]: 79 is never seen: sensors.nvml and sensors.kernelLog are off"),
+    (match("{cause: [hang], confidence: [conclusive]}"), "match.cause[0]: hang never comes with confidence conclusive, expected quorum"),
+    (match("{verdict: [unhealthy, unknown]}"), "match.verdict[1]: unknown matches every rank that starts, until it is heard"),
     (match("{labels: {rack: a}}"), "match.labels: no slot has rack=a"),
     (when("cause == 'proces-death'"), "cause is never 'proces-death' (did you mean process-death?)"),
     (when("'criticl' == severity"), "severity is never 'criticl' (did you mean critical?)"),
@@ -110,3 +115,31 @@ POSSIBLE = [
 def test_what_can_be_is_not_warned_of(more: str) -> None:
     labels = "    slotLabels: [{slots: [0-2], labels: {rack: a}}]\n"
     assert warned(labels + more) == []
+
+
+SPOT = "    slotLabels: [{slots: [0-3], labels: {market: own}}, {slots: [4-5], labels: {market: spot}}]\n"
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        (SPOT + match("{labels: {market: spot}}"), "process-death, stopped, hang, stuck, agent-lost, silent, xid, recovery-action, gpu-lost, ecc, remap, nvlink, fabric, pcie at slots 0-3"),
+        (match("{slot: [0, 2-5]}"), " at slot 1: such a rank waits for a human"),
+        (match("{confidence: [conclusive]}"), "have none for hang, stuck, agent-lost, silent: such"),
+        (match("{confidence: [conclusive]}"), "have none for xid with confidence quorum, deadline: such"),
+        (match("{cause: [hang, stuck]}"), "have none for process-death, stopped, agent-lost"),
+    ],
+)  # fmt: skip
+def test_a_fault_that_no_rule_answers_at_some_slot_or_with_some_confidence_is_warned_of(rules: str, told: str) -> None:
+    found = check_text(POLICY + rules, name="p.yaml", base=Path("/base"), clock=FakeClock()).warnings
+    assert any("spec.healing.rules: have none for" in one and told in one for one in found), found
+
+
+def test_what_a_verdict_rests_on_is_as_the_checks_of_a_policy_take_it_to_be() -> None:
+    """On every recorded scenario: otherwise a warning could call a rule useless that is not."""
+    seen = set()
+    for trace in sorted((Path(__file__).parent / "traces").glob("*.jsonl")):
+        for frame in frames(trace):
+            seen |= {(v.cause, v.confidence) for v in frame.verdicts if v.health == Health.UNHEALTHY}
+    assert {cause for cause, _ in seen} >= {Cause.PROCESS_DEATH, Cause.STOPPED, Cause.STUCK, Cause.XID}
+    assert [one for one in sorted(seen) if one[1] not in confidences_of(one[0])] == []

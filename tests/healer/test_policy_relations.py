@@ -255,7 +255,7 @@ def test_what_may_not_be_meant_is_a_warning_and_no_error(more: str, told: list[s
         "{name: a, match: {xid: [13]}, actions: [human]}",
         "{name: a, match: {when: slot > 0}, actions: [human]}",
         "{name: a, match: {labels: {rack: a}}, actions: [human]}",
-        "{name: a, match: {verdict: [unknown]}, actions: [human]}",
+        "{name: a, match: {verdict: [unknown], cause: [suspected]}, actions: [human]}",
     ],
 )
 def test_a_rule_below_a_narrower_one_is_reached(first: str) -> None:

@@ -66,6 +66,21 @@ def dead(rank: RankRef, at: float) -> EvidenceLine:
     )
 
 
+def stopped(rank: RankRef, at: float) -> list[EvidenceLine]:
+    told: list[tuple[str, What, str | float]] = [
+        ("processes", What.PROCESS_STATE, "T"),
+        ("heartbeats", What.SILENCE, 2.0),
+    ]
+    return [
+        EvidenceLine(
+            evidence=Evidence(
+                source=source, seq=seq, subject=rank, what=what, value=value, severity=Severity.WARNING, at=at, wall=at
+            )
+        )
+        for seq, (source, what, value) in enumerate(told, 10)
+    ]
+
+
 def write_trace(path: Path, lines: list[msgspec.Struct]) -> Path:
     header = Header(version=TRACE_VERSION, healer="0", limits=LIMITS, view=ViewLine(at=100.0, live=RANKS))
     path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in (header, *lines)))
@@ -184,7 +199,10 @@ def test_a_replay_goes_on_along_the_ladder_where_a_rank_was_only_given_time(tmp_
     policy = write_policy(tmp_path / "p.yaml", healing={"rules": rules})
 
     def silent(seq: int, at: float, seconds: float) -> EvidenceLine:
-        told = [("processes", What.PROCESS_STATE, "T"), ("heartbeats", What.SILENCE, seconds)]
+        told: list[tuple[str, What, str | float]] = [
+            ("processes", What.PROCESS_STATE, "T"),
+            ("heartbeats", What.SILENCE, seconds),
+        ]
         source, what, value = told[seq % 2]
         found = Evidence(
             source=source, seq=seq, subject=RANKS[1], what=what, value=value, severity=Severity.WARNING, at=at, wall=at
@@ -209,7 +227,8 @@ def test_diff_shows_only_what_the_new_policy_does_otherwise(tmp_path: Path) -> N
     new = write_policy(tmp_path / "new.yaml", load=LOAD, bounds={"maxRanks": 6})
     code, same = run("diff", old, old, "--trace", trace)
     assert code == 0
-    assert "would have done and said the same" in same
+    assert "would have done the same" in same
+    assert "would have done and said the same" in run("diff", old, old, "--trace", trace, "--all")[1]
     code, text = run("diff", old, new, "--trace", trace, "--json")
     assert code == 0
     found = json.loads(text)
@@ -256,6 +275,11 @@ def test_explain_says_which_rule_answers_and_why_the_others_do_not(tmp_path: Pat
         ("waiting=many", "expected a number"),
         ("waiting=4,ranks=0", "at least 1"),
         ("waiting=4,cause=hang", "waiting is about load and cause about a rank"),
+        ("waiting=4,for=-1", "expected a duration such as 90s"),
+        ("waiting=4,for=nan", "expected a duration such as 90s"),
+        ("waiting=4,wall=soon", "expected a time such as 2026-01-31T23:00+01:00"),
+        ("waiting=4,wall=0001-01-01T00:00", "expected a time such as"),
+        ("waiting=4,wall=99999999999999", "expected a time such as"),
         ("slot=16", "slot=16 is not valid, expected at most 15"),
         (" ", "is empty"),
     ],
@@ -282,6 +306,72 @@ def test_signals_that_the_event_leaves_out_are_named_as_missing(tmp_path: Path) 
     assert code == 0
     assert "missing, since the event gives no value: ttft (a number, or ttft=idle)" in text
     assert "missing" not in run("explain", policy, "--event", "waiting=40,ttft=idle")[1]
+
+
+def test_a_hook_beside_a_rank_does_not_end_its_healing_in_a_replay(tmp_path: Path) -> None:
+    hooks = {"page": {"kind": "webhook", "url": "https://pager.example/"}}
+    suspect = {"name": "suspect", "match": {"verdict": ["unknown"]}, "actions": [{"hook": "page", "maxAttempts": 1}]}
+    rules = [suspect, {"name": "dead", "match": {"cause": ["process-death"]}, "actions": ["replace"]}]
+    policy = write_policy(tmp_path / "p.yaml", hooks=hooks, healing={"rules": rules})
+    found = played(policy, write_trace(tmp_path / "t.jsonl", [dead(RANKS[1], 105.0)]))
+    assert [row.what for row in found.rows if row.acts] == ["hook 0, 1, 2, 3", "replace 1"]
+
+
+def test_a_replay_tells_of_the_reset_and_of_the_rank_that_is_started_after_it(tmp_path: Path) -> None:
+    hooks = {"reset": {"kind": "reset", "command": ["/bin/true"]}}
+    rules = [{"name": "lost", "match": {"xid": [79]}, "actions": [{"hook": "reset"}, "human"]}]
+    policy = write_policy(tmp_path / "p.yaml", hooks=hooks, healing={"rules": rules})
+    found = played(policy, Path(__file__).parent / "traces/xid-79-cascade.jsonl")
+    assert [row.what for row in found.rows if row.acts] == ["drain 1", "hook 1", "refill 1"]
+
+
+def test_a_replay_opens_the_breaker_where_the_daemon_would(tmp_path: Path) -> None:
+    """Of two hung ranks one is replaced, and the death after it all the same."""
+    rules: list[dict[str, Any]] = [{"name": "hang", "match": {"cause": ["stopped"]}, "actions": ["replace"]}]
+    rules += [{"name": "dead", "match": {"cause": ["process-death"]}, "actions": ["replace"]}]
+    bounds = {"breaker": {"maxDestructive": 1, "window": "5m"}, "minRanks": 1}
+    policy = write_policy(tmp_path / "p.yaml", healing={"rules": rules}, bounds=bounds)
+    lines: list[msgspec.Struct] = [*stopped(RANKS[1], 102.0), *stopped(RANKS[2], 104.0), dead(RANKS[3], 106.0)]
+    found = played(policy, write_trace(tmp_path / "t.jsonl", lines))
+    assert [row.what for row in found.rows if row.acts] == ["replace 1", "replace 3"]
+    assert "breaker-open" in {row.reason for row in found.rows}
+
+
+def test_a_replay_shows_when_a_human_would_have_been_called_and_what_a_dry_run_would_have_done(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t.jsonl", [dead(RANKS[1], 105.0)])
+    nobody = {"rules": [{"name": "xid", "match": {"cause": ["xid"]}, "actions": ["replace"]}]}
+    code, text = run("replay", trace, "--policy", write_policy(tmp_path / "p.yaml", healing=nobody))
+    assert code == 0
+    assert "human 1" in text
+    assert "0 actions in 35 s, 1 call for a human" in text
+    code, text = run("replay", trace, "--policy", write_policy(tmp_path / "d.yaml", dryRun=True))
+    assert "did nothing, dry run; without it: replaces slot 1" in " ".join(text.split())
+
+
+def test_explain_takes_a_hang_for_what_a_hang_rests_on_and_says_what_it_took(tmp_path: Path) -> None:
+    hooks = {"page": {"kind": "webhook", "url": "https://pager.example/"}}
+    rules: list[dict[str, Any]] = [{"name": "sure", "match": {"confidence": ["conclusive"]}, "actions": ["replace"]}]
+    rules += [{"name": "rest", "actions": [{"hook": "page"}, "human"]}]
+    policy = write_policy(tmp_path / "p.yaml", hooks=hooks, healing={"rules": rules})
+    code, text = run("explain", policy, "--event", "cause=hang,slot=1")
+    assert code == 0
+    assert "match.confidence: wants conclusive, found quorum" in " ".join(text.split())
+    assert "taken to be: verdict=unhealthy, confidence=quorum" in text
+    assert "actions: hook page, human" in text
+    told = json.loads(run("explain", policy, "--event", "cause=process-death,slot=1", "--json")[1])
+    assert told["ladder"] == ["replace"]
+    assert "slot" not in told["assumed"]
+
+
+def test_explain_knows_the_night_and_how_long_a_rule_must_hold(tmp_path: Path) -> None:
+    night = {"name": "night", "cron": "0 22 * * *", "until": "0 6 * * *", "timezone": "Europe/Berlin"}
+    schedules = [night | {"bounds": {"maxRanks": 4}}]
+    policy = write_policy(tmp_path / "p.yaml", load=LOAD, schedules=schedules)
+    code, text = run("explain", policy, "--event", "waiting=40,ranks=4,for=90s,wall=2026-01-15T23:00+01:00")
+    assert code == 0
+    assert "at the bound of schedule night" in " ".join(text.split())
+    for noon in ("2026-01-15T11:00", "1768474800"):
+        assert "scales 4 -> 10" in run("explain", policy, "--event", f"waiting=40,ranks=4,for=90,wall={noon}")[1]
 
 
 def test_of_a_healthy_rank_no_human_is_asked(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from healer.clock import SystemClock
 from healer.journal import Kind, open_readonly, recent
 from healer.policy.recording import frames
+from tests.healer.supervised import RULES, Rig
 from tests.healer.support import eventually
-from tests.healer.test_supervisor import RULES, Rig
 
 LOAD = """\
   bounds: {{minRanks: 3}}

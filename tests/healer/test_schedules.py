@@ -1,6 +1,7 @@
 """Bounds by the clock: begin, end, overlap, and both changes of daylight-saving time in Europe and America."""
 
-from datetime import datetime
+from datetime import datetime, timedelta
+from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -21,7 +22,12 @@ def plan(
     high: int | None = None,
     name: str = "day",
 ) -> Schedule:
-    values = {"name": name, "cron": cron, "timezone": zone, "bounds": SizeBounds(minRanks=low, maxRanks=high)}
+    values: dict[str, Any] = {
+        "name": name,
+        "cron": cron,
+        "timezone": zone,
+        "bounds": SizeBounds.model_validate({"minRanks": low, "maxRanks": high}),
+    }
     return Schedule.model_construct(**values, for_s=None if hours is None else hours * 3600.0, until=until)
 
 
@@ -146,3 +152,51 @@ def test_a_wrong_expression_says_what_was_expected(cron: str, zone: str, part: s
     with pytest.raises(ValueError, match=part) as error:
         parse_cron(cron, zone)
     assert "expected" in str(error.value)
+
+
+ZONES = {
+    "Europe/Berlin": ["2026-03-29", "2026-10-25"],
+    "America/New_York": ["2026-03-08", "2026-11-01"],
+    "Australia/Lord_Howe": ["2026-04-05", "2026-10-04"],  # by half an hour
+    "America/Santiago": ["2026-04-05", "2026-09-06"],  # at midnight
+    "America/Havana": ["2026-03-08", "2026-11-01"],  # at midnight
+    "Antarctica/Troll": ["2026-03-29", "2026-10-25"],  # by two hours
+    "Africa/Casablanca": ["2026-02-15", "2026-03-22"],
+}
+
+
+@pytest.mark.parametrize("zone", ZONES)
+@pytest.mark.parametrize("cron", ["0 0 * * *", "30 0 * * *", "30 2 * * *", "59 23 * * *", "*/15 * * * *"])
+def test_no_day_is_lost_or_doubled_around_a_change_of_clocks(zone: str, cron: str) -> None:
+    """Against every minute of the days around it, looked at one by one."""
+    minute, hour = cron.split()[:2]
+    for day in ZONES[zone]:
+        begin = at(f"{day}T00:00", "UTC") - 2 * 86400.0
+        wanted = set()
+        for number in range(4 * 24 * 60):
+            moment = begin + number * 60.0
+            here = datetime.fromtimestamp(moment, ZoneInfo(zone))
+            before = here.utcoffset() != datetime.fromtimestamp(moment - 7200.0, ZoneInfo(zone)).utcoffset()
+            # a time that was skipped comes as if the clock had not been changed yet
+            shown = [here, datetime.fromtimestamp(moment - 7200.0, ZoneInfo(zone)) + timedelta(hours=2)]
+            for one in shown if before else shown[:1]:
+                exists = one.replace(fold=0).timestamp() == moment or one.replace(fold=1).timestamp() == moment
+                if exists and _names(one, minute, hour):
+                    wanted.add(moment)
+        found, wall = set(), begin
+        while (wall_ := fire_after(cron, zone, wall)) is not None and wall_ < begin + 4 * 86400.0:
+            found.add(wall_)
+            wall = wall_ + 1.0
+        assert sorted(found) == sorted(wanted)
+
+
+def _names(moment: datetime, minute: str, hour: str) -> bool:
+    on_minute = moment.minute % 15 == 0 if minute == "*/15" else moment.minute == int(minute)
+    return on_minute and (hour == "*" or moment.hour == int(hour))
+
+
+def test_a_night_that_ends_after_midnight_ends_on_the_day_after_the_clocks_were_put_forward() -> None:
+    calendar = Calendar([plan("5 0 * * *", until="0 0 * * *", low=4, name="almost all day")])
+    assert calendar.at(at("2026-03-29T00:10")).min_ranks == 4
+    assert calendar.at(at("2026-03-30T00:02")).min_ranks == 0
+    assert calendar.at(at("2026-03-30T00:10")).min_ranks == 4

@@ -48,9 +48,11 @@ def parse_window(value: object) -> float:
 
 
 def _seconds(value: object) -> float | None:
-    match = _DURATION.fullmatch(value) if isinstance(value, str) and len(value) < 32 else None
+    match = _DURATION.fullmatch(value) if isinstance(value, str) and len(value) < 64 else None
     seconds = float(match[1]) * _UNITS[match[2]] if match else None
-    return seconds if seconds is None or seconds <= _LONGEST_S else None
+    if seconds is not None and seconds > _LONGEST_S:
+        raise ValueError(f"{_shown(value)} is too long, expected at most {_LONGEST_S / 86400:g}d")
+    return seconds
 
 
 def show_duration(seconds: float) -> str:
@@ -91,6 +93,10 @@ def _absolute(value: str, info: ValidationInfo) -> str:
         raise ValueError("'' is empty, expected a path")
     if "\0" in value:
         raise ValueError("holds a zero byte, expected a path")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{_shown(value)} has a character that no path can have, expected a path") from None
     base = Path((info.context or {}).get("base", "."))
     try:
         return str((base / Path(value).expanduser()).resolve())

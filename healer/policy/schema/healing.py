@@ -27,8 +27,9 @@ class Match(Model):
     """Every key that is given must fit; a list fits where one of its entries does. Empty: all that is unhealthy fits."""
 
     verdict: Verdicts = (Health.UNHEALTHY.value,)
-    """What the diagnosis says. Only `hook` and `human` may answer a healthy or an unknown rank, and `retry` one whose only
-    `cause` is mutual-wait: two ranks that beat wait for each other."""
+    """What the diagnosis says. A `healthy` rank is answered only where it has a warning, such as `thermal`. Only `hook` and
+    `human` may answer a healthy or an unknown rank, and `retry` one whose only `cause` is mutual-wait: two ranks that beat
+    wait for each other."""
     cause: Causes | None = None
     """What the diagnosis gives as the cause."""
     confidence: Confidences | None = None
@@ -45,7 +46,7 @@ class Match(Model):
     """Slot numbers and ranges, such as `[0, 4-7]`."""
     labels: dict[str, str] | None = None
     """Labels of the slot (target.slotLabels), all of which must be equal."""
-    when: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    when: Annotated[str, Field(min_length=1, max_length=2000)] | None = None
     """A condition in CEL, over the variables listed below. An error while it is worked out counts as no match."""
 
     def fits(self, cause: Cause) -> bool:

@@ -47,7 +47,7 @@ class Signal(Model):
     """The embedded gateway, or a Prometheus text endpoint such as vLLM's."""
     metric: Annotated[str, Field(min_length=1, max_length=200)]
     """From the gateway one of waiting, running, kvUse (0 to 1), ttft, itl, queueTime (seconds), tokensPerSecond,
-    requestsPerSecond, preemptions (a second); from Prometheus the name of a metric."""
+    requestsPerSecond, preemptions (a second); from Prometheus the name of a metric, of a histogram without `_bucket`."""
     url: str = ""
     """Of a Prometheus endpoint, http or https."""
     labels: dict[str, str] = Field(default_factory=dict)
@@ -94,7 +94,7 @@ class Threshold(Model):
     """Changes the size while a condition holds."""
     name: Name
     """Named in decisions; unique."""
-    when: Annotated[str, Field(min_length=1, max_length=1000)]
+    when: Annotated[str, Field(min_length=1, max_length=2000)]
     """A condition in CEL over the names of load.signals and `ranks`, all of them numbers with a decimal point."""
     for_s: Window = 30.0
     """How long it must have held. 0s: at once."""

@@ -38,8 +38,10 @@ class VllmDeadlines(Model):
     """A rank that answers 503 for this long while nothing scales is wedged."""
     retry_s: Duration = 60.0
     """From the instruction `retry` until every rank answers two canaries; below vLLM's engine_recovery_timeout_sec."""
-    settle_s: Duration = 5.0
-    """After the first rank reports a fault, for the others to report it too; then it is decided what to do."""
+    settle_s: Duration = 45.0
+    """After the first rank reports a fault, for the others to report it too; then the group is restarted. A retry does not wait for
+    its end, only for the last report. Above NIXL EP's timeout of 30 s: a rank that waits for one which met the fault reports it when
+    that is over. Below vLLM's engine_recovery_timeout_sec."""
     stall_s: Duration = 60.0
     """All ranks stand still for this long, though they have requests: the group is started anew."""
     drain_s: Window = 30.0
