@@ -35,7 +35,9 @@ from healer.interrupt import Interrupted, run_to_its_end
 
 RANKS, MAX_RANKS, SLOTS_PER_RANK, VOCAB = 4, 6, 8, 512
 CLIENTS, TOKENS, PROMPTS = 8, 48, 32
-DEADLINE_S, HEAL_S, SAMPLE_S = 180.0, 120.0, 2.0
+DEADLINE_S, SAMPLE_S = 180.0, 2.0
+HEAL_S = 240.0
+"""The daemon starts a replacement three times, for 60 s each (`healing.deadlines.prepare`), before it asks for another way."""
 SPREAD = 0.5
 """A fault comes at the interval, give or take this share of it."""
 
@@ -253,8 +255,10 @@ class Run:
                     threads=each.num_threads(),
                 )
                 found.append(reading)
-        ranks = sum(reading.kind == "rank" for reading in found)
-        return [msgspec.structs.replace(reading, ranks=ranks) for reading in found]
+        members = {member.pid for member in inject.living_ranks(self._deployment.run_dir).values()}
+        # one that boots has a process, but nobody talks to it yet
+        steady = members == {reading.pid for reading in found if reading.kind == "rank"}
+        return [msgspec.structs.replace(reading, ranks=len(members) if steady else 0) for reading in found]
 
 
 async def _soak(options: Options, out: Console) -> int:

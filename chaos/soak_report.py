@@ -45,7 +45,7 @@ class Reading(msgspec.Struct, frozen=True):
     fds: int
     threads: int
     ranks: int = 0
-    """Processes of ranks that there were at that moment: with each that a process talks to, it holds more."""
+    """Live ranks at that moment: with each that a process talks to, it holds more. 0: ranks came or went."""
 
 
 class Growth(msgspec.Struct, frozen=True):
@@ -100,9 +100,10 @@ def grown(readings: Sequence[Reading]) -> tuple[Growth, ...]:
         if lived_s < WATCHED_S:
             continue
         settled = [r for r in life if r.at_s >= life[0].at_s + max(SETTLED_S, SETTLED_SHARE * lived_s)]
-        usual = statistics.mode(r.ranks for r in settled)
+        steady = [r.ranks for r in settled if r.ranks]
+        usual = statistics.mode(steady) if steady else 0
         alike = [r for r in settled if r.ranks == usual]
-        if len(alike) < FEWEST:
+        if not usual or len(alike) < FEWEST:
             continue
         quarter = len(alike) // 4
         first, last = alike[:quarter], alike[-quarter:]

@@ -40,8 +40,6 @@ from healer.trace import Recorder
 log = structlog.get_logger("healer")
 
 ANNOUNCE_S = 1.0
-LOCK_PATIENCE_S = 5.0
-"""For the lock of a daemon that was killed: the kernel drops it with the last of its threads, after the pid is gone."""
 ENDING = (signal.SIGTERM, signal.SIGINT)
 TargetMaker = Callable[[Policy, Callable[[Event], None], Authority], Target]
 

@@ -22,7 +22,7 @@ import msgspec
 
 from elastic.errors import ElasticError
 from healer.clock import Clock
-from healer.journal_file import BUSY_S, Opened, identity, move_letters_and_answers, open_file, stand_in
+from healer.journal_file import BUSY_S, Opened, identity, is_damage, move_letters_and_answers, open_file, stand_in
 from healer.retention import Retention, prune
 
 MAX_PENDING = 10_000
@@ -129,8 +129,7 @@ class Journal:
             self.error = str(error)
             if isinstance(error, sqlite3.IntegrityError):
                 self._renumber()
-            # not its subclasses, which speak of the disk or of one statement
-            self._damaged |= type(error) is sqlite3.DatabaseError
+            self._damaged |= is_damage(error)
             return False
         self._written += len(self._pending)
         self._pending.clear()
@@ -147,14 +146,14 @@ class Journal:
     # --- without a file -------------------------------------------------------------------------------------------
 
     def lost_its_file(self) -> bool:
-        """Whether there is no file to write to, or it is not the one that was opened. One look at the file's name."""
+        """Whether there is no file to write to, or it or its log is not the one that was opened. One look at the names."""
         return self._file is None or self._damaged or identity(self.path) != self._file
 
     def let_go(self) -> None:
         """Of a file that is lost; a stand-in takes its place. Closed before another file of this name is opened: SQLite
         would remove the log of that one."""
         if self._file is not None:
-            self.error = "the file is damaged" if self._damaged else "the file is gone"
+            self.error = "the file is damaged" if self._damaged else "the file or its log is gone"
             self._connection.close()
             self._use(stand_in())
 
@@ -267,7 +266,7 @@ class Journal:
         try:
             yield
         except sqlite3.Error as error:
-            self._damaged |= type(error) is sqlite3.DatabaseError
+            self._damaged |= is_damage(error)
             raise ElasticError(f"{self.path}: the journal cannot be read: {error}") from error
 
     def close(self) -> int:

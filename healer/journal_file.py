@@ -49,8 +49,8 @@ UPDATE entries SET body = json_set(body, '$.subject.kind', 'rank')
     WHERE kind = 'evidence' AND json_extract(body, '$.subject.kind') IS NULL;
 """
 
-Identity = tuple[int, int]
-"""Device and inode."""
+Identity = tuple[tuple[int, int] | None, ...]
+"""Device and inode of the file and of its log: what is written last is in the log alone."""
 
 
 class Opened(NamedTuple):
@@ -73,7 +73,7 @@ def open_file(path: Path, wall: float, *, damaged: bool = False) -> Opened:
     except sqlite3.DatabaseError as error:
         if path.is_dir():
             raise ElasticError(f"{path}: the journal cannot be opened: it is a folder") from error
-        if isinstance(error, sqlite3.OperationalError) or not path.exists():
+        if not is_damage(error) or not path.exists():
             raise
         set_aside = _set_aside(path, wall)
         connection = _connect(path)
@@ -112,13 +112,23 @@ def move_letters_and_answers(old: sqlite3.Connection, new: sqlite3.Connection) -
     new.execute("COMMIT")
 
 
-def identity(path: Path) -> Identity | None:
-    """None: there is no file, or it cannot be seen."""
+def identity(path: Path) -> Identity:
+    """None in it: there is no such file, or it cannot be seen."""
+    return tuple(map(_inode, (path, Path(f"{path}-wal"))))
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
     try:
         found = path.stat()
     except OSError:
         return None
     return found.st_dev, found.st_ino
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether it speaks of what is in the file, and not of the disk, of another process or of one statement."""
+    lacks = str(error).startswith("no such table") or "has no column named" in str(error)
+    return type(error) is sqlite3.DatabaseError or (type(error) is sqlite3.OperationalError and lacks)
 
 
 def migrate(connection: sqlite3.Connection, version: int) -> None:

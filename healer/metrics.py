@@ -194,6 +194,8 @@ class _HealthCollector:
             ("healer_lease_held", "1 while this daemon may act; always, where there is no lease.", float(status.acts)),
         ):
             yield GaugeMetricFamily(name, text, value=value)
+        text = "Log lines that stderr did not take in time, and that are lost."
+        yield CounterMetricFamily("healer_log_lines_dropped", text, value=status.log_dropped)
         if status.scaling is not None:
             level = GaugeMetricFamily("healer_load_signal", "Load over the group, by signal.", labels=["signal"])
             for signal, reading in status.scaling.signals.items():

@@ -5,7 +5,8 @@ from typing import Annotated
 import msgspec
 
 Slot = Annotated[int, msgspec.Meta(ge=0, le=4095)]
-Reason = Annotated[str, msgspec.Meta(max_length=500)]
+Reason = Annotated[str, msgspec.Meta(max_length=500, pattern="^[^\\x00-\\x1f\\x7f-\\x9f]*$(?!\\n)")]
+"""Without control characters: it is shown in logs and on terminals."""
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=30 * 86400)]
 
 

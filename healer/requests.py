@@ -55,8 +55,9 @@ class Requests:
         now = self._clock.monotonic()
         match order:
             case Pause(reason):
-                sentence = f"pauses healing and scaling, asked by {who}{f': {reason}' if reason else ''}"
-                self._note(Paused(who, now), sentence)
+                why = f"{who}{f': {reason}' if reason else ''}"
+                sentence = f"pauses healing and scaling, asked by {why}"
+                self._note(Paused(why, now), sentence)
             case Resume():
                 sentence = f"heals and scales again, asked by {who}"
                 self._note(Resumed(who, now), sentence)

@@ -11,7 +11,7 @@ import structlog
 
 from elastic.controller.records import GroupStatus
 from elastic.errors import ElasticError, Superseded
-from healer import __version__
+from healer import __version__, logs
 from healer.address import read_acting
 from healer.clock import Clock
 from healer.journal import Answer, Entry, Kind, incident_entries, open_readonly, recent, timeline
@@ -169,6 +169,7 @@ class Standby:
             placed=(),
             sensors=(),
             journal=JournalStatus(str(self.journal.path), 0, "", "", 0, 0),
+            log_dropped=logs.dropped(),
         )
 
     def _why(self) -> str:

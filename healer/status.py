@@ -123,6 +123,8 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Which rank is on which GPU, where that is known."""
     sensors: tuple[SensorStatus, ...]
     journal: JournalStatus
+    log_dropped: int
+    """Log lines that stderr did not take in time, and that are lost."""
 
 
 def unheld(group: GroupStatus) -> list[int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from elastic.controller.records import Event, GroupStatus
 from elastic.errors import ElasticError, Infeasible
-from healer import __version__
+from healer import __version__, logs
 from healer.actions import Actions
 from healer.authority import Authority
 from healer.casebook import Casebook
@@ -405,6 +405,7 @@ class Supervisor:
             placed=chronicle.placed,
             sensors=self._senses.status(),
             journal=self._upkeep.status(),
+            log_dropped=logs.dropped(),
         )
 
 

@@ -89,11 +89,11 @@ class Scenario:
         (self._out / f"{NAME}-{self.results.profile}.md").write_text(report.markdown(self.results))
 
 
-def _own_versions() -> dict[str, str]:
+def own_versions() -> dict[str, str]:
     return {name: version for name, version in versions().items() if name not in ("torch", "nixl")}
 
 
-def _rank_versions(profile: Profile) -> dict[str, str]:
+def rank_versions(profile: Profile) -> dict[str, str]:
     """Of what the ranks run with, as their interpreter finds it. Raises ElasticError where it has no vLLM."""
     done = subprocess.run(
         [profile.python, "-c", PROBE], env=os.environ | profile.env, capture_output=True, text=True, check=False
@@ -108,7 +108,7 @@ async def scenario(profile: Profile, names: Sequence[str], out: Path, budget_s: 
     results = Results(
         machine=machine(),
         gpus=() if profile.faults else gpus(),
-        versions=_own_versions() | await asyncio.to_thread(_rank_versions, profile),
+        versions=own_versions() | await asyncio.to_thread(rank_versions, profile),
         profile=profile.name,
         args=profile.args,
         sizes=profile.sizes,

@@ -57,7 +57,7 @@ class Executor:
         self.config = config
         self._on_event = on_event
         self._term, self._armed, self._fenced = term, armed, ""
-        self._launcher = GuardedLauncher(launcher or LocalLauncher(config), self._why_not)
+        self._launcher = GuardedLauncher(launcher or LocalLauncher(config), self._why_not, config.root)
         self._lock = ControllerLock(config) if term == 0 else None
         self._group = Group(config, read_model_shape(config.checkpoint))
         self._gateway = GatewayLink(config, self._launcher, term, self._fence)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from elastic.errors import Superseded
 from elastic.launch.base import Launched, Launcher
+from elastic.paths import socket_path
 
 log = logging.getLogger(__name__)
 
@@ -14,14 +15,21 @@ class GuardedLauncher:
     """A `Launcher` for the executor's own parts. Ranks refuse the commands of an older controller themselves, but a signal,
     a launch or a removed file asks nobody."""
 
-    def __init__(self, launcher: Launcher, why_not: Callable[[], str]) -> None:
-        """`why_not`: asked at the last moment before each act; empty where this controller may act."""
-        self._launcher, self._why_not = launcher, why_not
+    def __init__(self, launcher: Launcher, why_not: Callable[[], str], root: Path) -> None:
+        """`why_not`: asked at the last moment before each act; empty where this controller may act. `root`: the run
+        directory."""
+        self._launcher, self._why_not, self._root = launcher, why_not, root
 
     def launch(self, slot: int, incarnation: int) -> Launched:
         """Raises Superseded, as the others that start something, where this controller may not act."""
         self._check()
-        return self._launcher.launch(slot, incarnation)
+        started = self._launcher.launch(slot, incarnation)
+        if (why := self._why_not()) and not Path(socket_path(self._root, slot, incarnation)).exists():
+            # stopped for long since the check: whoever acts now cannot have met this process yet, and nobody waits for it
+            log.warning("pid %d is ended, it was started too late: %s", started.pid, why)
+            self._launcher.end(started)
+        self._check()
+        return started
 
     def launch_spare(self, number: int) -> Launched:
         self._check()

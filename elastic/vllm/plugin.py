@@ -18,11 +18,12 @@ def register() -> None:
         log.warning("[in-place] not in force, vLLM runs stock: %s", verdict.reason)
         return
     try:
-        from elastic.vllm import api, launch, refill, sentinel
+        from elastic.vllm import api, launch, refill, sentinel, waking
 
         sentinel.install()
         refill.install()
         launch.install()
+        waking.install()
         api.guard_scaling()
         _worker()
     except Exception:

@@ -1,5 +1,6 @@
 """The routes: each reads the supervisor or gives it an order."""
 
+import asyncio
 import hashlib
 import re
 import time
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -25,6 +26,8 @@ from healer.orders import ORDERS, Carried, Order, Scale
 from healer.status import DaemonStatus, unheld
 
 MAX_BODY_BYTES = 64 << 10
+BODY_S = 5.0
+"""For the body of a control call, from its head on."""
 MAX_ROWS = 1000
 LIVE_LIMIT_S = 5.0
 """A loop that has not gone round for this long is not alive."""
@@ -205,12 +208,24 @@ class _Api:
         key = request.headers.get("idempotency-key")
         if key is not None and not KEY.fullmatch(key):
             raise HTTPException(400, f"Idempotency-Key: expected 1 to {MAX_KEY_CHARS} printable characters, no blanks")
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-        return bytes(body), key or ""
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await _body(request), key or ""
+        except TimeoutError:
+            close = {"Connection": "close"}
+            raise HTTPException(408, f"the body did not come within {BODY_S:g} s", close) from None
+        except ClientDisconnect:
+            # nobody hears this; it is no failure of the daemon either
+            raise HTTPException(400, "the caller went away before the end of the body") from None
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
 
 
 def _decode(body: bytes, kind: Any) -> Any:

@@ -58,6 +58,7 @@ _TEXT = {
     400: "the request is not valid",
     401: "a valid bearer token is needed",
     404: "no such thing",
+    408: "the body did not come in time",
     409: "it cannot be done now; the reason is in the answer",
     413: "the body is too long",
     415: "the body is not declared as JSON",
@@ -65,7 +66,7 @@ _TEXT = {
     429: "too many wrong tokens",
     503: "not now",
 }
-_CONTROL = (202, 400, 401, 409, 413, 415, 422, 429, 503)
+_CONTROL = (202, 400, 401, 408, 409, 413, 415, 422, 429, 503)
 _KEY = {
     "name": "Idempotency-Key",
     "in": "header",

@@ -2,17 +2,21 @@
 
 import asyncio
 import contextlib
+import errno
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from elastic.errors import ElasticError
 
 MAX_CONNECTIONS = 200
+PATIENCE_S = 0.5
+"""For a port that is in use."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -24,8 +28,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise ElasticError(f"spec.api.host: {host!r} cannot be resolved: {error.strerror or error}") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(128)
+        _bind(sock, address)
         sock.setblocking(False)
     except OSError as error:
         sock.close()
@@ -33,6 +36,20 @@ def listen(host: str, port: int) -> socket.socket:
             f"the API cannot listen on {host}:{port}: {error.strerror}; another daemon may run, or change spec.api.port"
         ) from error
     return sock
+
+
+def _bind(sock: socket.socket, address: Any) -> None:
+    """Raises OSError. A daemon that was killed this instant may still have the port."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            sock.bind(address)
+            sock.listen(128)
+            return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                raise
+        time.sleep(0.01)
 
 
 class _Connection(H11Protocol):
@@ -48,8 +65,14 @@ class _Connection(H11Protocol):
         if len(others) < MAX_CONNECTIONS:
             return
         # whoever has asked nothing for longest; where all are being answered, the newcomer
-        silent = min((c for c in others if c.cycle is None), key=lambda c: c.since, default=self)
+        silent = min((c for c in others if c.idle), key=lambda c: c.since, default=self)
         silent.transport.abort()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being answered: there is no whole request yet, or the last one was answered."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is None or cycle.more_body or cycle.response_complete
 
 
 class Server(uvicorn.Server):

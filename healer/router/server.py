@@ -13,7 +13,7 @@ import structlog
 from elastic import process
 from elastic.errors import ElasticError
 from elastic.front import Server, claimed, listen, url_of
-from elastic.paths import write_json
+from elastic.paths import read_json, write_json
 from healer.router.app import create_app
 from healer.router.config import RouterConfig, check_update, read_config
 from healer.router.files import Announcement, ProxyFiles
@@ -23,6 +23,8 @@ from healer.router.pool import Pool
 log = structlog.get_logger("healer.router")
 
 PORT_HINT = "name another port in the file"
+KNOWN_S = 2.0
+"""Between two looks at the announcement."""
 
 
 class Router:
@@ -34,7 +36,7 @@ class Router:
         self._pool = Pool(RouterMetrics())
         self._lists = ProxyFiles()
         self._announce = Path(self._config.announce or path.with_name("router.json"))
-        self._url = ""
+        self._url, self._refused = "", ""
 
     def reload(self) -> None:
         """Read the file again. One that is wrong or old is refused, said in the log and in the announcement, and changes
@@ -57,7 +59,7 @@ class Router:
 
     def _say(self, refused: str = "") -> None:
         """Raises ElasticError."""
-        pid = os.getpid()
+        self._refused, pid = refused, os.getpid()
         said = Announcement(pid, process.start_time(pid), self._url, self._pool.epoch, refused)
         try:
             write_json(self._announce, said)
@@ -70,6 +72,21 @@ class Router:
             self._say(refused)
         except ElasticError as error:
             log.error("not_announced", why=str(error))
+
+    def _announced(self) -> bool:
+        """The announcement is there, and this router's."""
+        try:
+            return read_json(self._announce, Announcement).pid == os.getpid()
+        except ElasticError:
+            return False
+
+    async def _stay_known(self) -> None:
+        """A router whose announcement was removed would hold its lock unseen, and the daemon would start others in vain for ever."""
+        while True:
+            await asyncio.sleep(KNOWN_S)
+            if not self._announced():
+                log.warning("announced_again", path=str(self._announce))
+                self._say_on(self._refused)
 
     async def serve(self, stop: asyncio.Event, ready: asyncio.Event | None = None) -> None:
         """Run until `stop` is set; `ready` is set once the announcement is written. Raises ElasticError for whatever keeps
@@ -86,7 +103,8 @@ class Router:
             try:
                 await self._serve(listener, stop, ready)
             finally:
-                self._announce.unlink(missing_ok=True)
+                if self._announced():
+                    self._announce.unlink(missing_ok=True)
 
     async def _serve(self, listener: socket.socket, stop: asyncio.Event, ready: asyncio.Event | None) -> None:
         pool = self._pool
@@ -98,11 +116,13 @@ class Router:
             await started.wait()
             http = tasks.create_task(server.serve(sockets=[listener]), name="http")
             await server.listening.wait()
+            known = tasks.create_task(self._stay_known(), name="announcement")
             self._take(self._config)
             log.info("router_listens", http=self._url, epoch=self._config.epoch)
             if ready is not None:
                 ready.set()
             await stop.wait()
+            known.cancel()
             log.info("router_stops", in_flight=pool.in_flight, grace_s=pool.limits.grace_s)
             await pool.drain(pool.limits.grace_s)
             server.should_exit = True

@@ -71,6 +71,13 @@ def test_a_group_that_grew_to_more_ranks_does_not_leak() -> None:
     assert life_.too_much
 
 
+def test_a_rank_whose_peers_took_long_to_boot_does_not_leak() -> None:
+    """They are there, but it is not connected to them before they join."""
+    (life_,) = grown(life([50.0] * 90, [39] * 50 + [45] * 40, ranks=lambda i: 0 if i < 50 else 6))
+    assert not life_.too_much
+    assert grown(life([50.0] * 60, [39] * 60, ranks=lambda i: 0)) == ()
+
+
 def test_two_processes_with_one_pid_are_two() -> None:
     first, second = life([60.0] * 40, [20] * 40), life([300.0] * 40, [40] * 40, started=2.0)
     assert not any(one.too_much for one in grown([*first, *second]))

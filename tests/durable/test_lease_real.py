@@ -183,7 +183,7 @@ async def stop_and_wake(pair: Pair, holder: Candidate, at: int, prompts: list[To
     assert members(pair) == before, f"{holder.points.label}: the woken holder wrote the state file"
 
     async def as_before() -> bool | None:
-        # one that it was about to launch when it was stopped ends by itself: its name is taken
+        # one that it was about to launch when it was stopped is ended at once, by itself or by the woken holder
         return True if pair.ranks() == running else None
 
     await eventually(as_before, f"{holder.points.label}: nobody was started or ended", 30)

@@ -112,7 +112,7 @@ class ScriptedExecutor:
         self._called("release", (), "")
 
     def scale(self, target: int | Iterable[int], *, reason: str) -> tuple[int, ...]:
-        slots = tuple(range(target)) if isinstance(target, int) else tuple(target)
+        slots = tuple(range(target)) if isinstance(target, int) else tuple(sorted(set(target)))
         self._called("scale", slots, reason)
         if not 1 <= len(slots) <= self.config.max_ranks:
             raise Infeasible(f"{len(slots)} ranks are outside 1..{self.config.max_ranks}")

@@ -87,6 +87,37 @@ def test_clients_that_connect_and_say_nothing_keep_nobody_out_and_no_rank_from_b
         unguarded.kill_and_heal(2)
 
 
+def test_callers_who_never_end_their_body_keep_nobody_out_and_are_told_so(unguarded: Daemon) -> None:
+    host, port = unguarded.http.removeprefix("http://").split(":")
+    head = b"POST /pause HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n{"
+    with contextlib.ExitStack() as slow:
+        calls = [slow.enter_context(socket.create_connection((host, int(port)), timeout=30)) for _ in range(250)]
+        for call in calls:
+            with contextlib.suppress(OSError):  # the first ones made room for the last
+                call.sendall(head)
+        wait(unguarded.is_ok, "it answers all the same", 4.0)
+        assert calls[-1].recv(65536).startswith(b"HTTP/1.1 408 ")
+    assert unguarded.get("/status").json()["healing"]["paused"] == ""
+
+
+def test_a_caller_who_goes_away_in_mid_sentence_is_no_failure_of_the_daemon(unguarded: Daemon) -> None:
+    host, port = unguarded.http.removeprefix("http://").split(":")
+    head = "POST /pause HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n{"
+    for _ in range(3):
+        with socket.create_connection((host, int(port)), timeout=5) as call:
+            call.sendall(head.encode())
+    assert unguarded.get("/livez").status_code == 200
+    unguarded.cli("pause", "--reason", "a line")
+    unguarded.cli("resume")
+    assert "Traceback" not in unguarded.log()
+
+
+@pytest.mark.parametrize("reason", ["two\nlines", "nul\0", "\x1b[2Jcleared", "\x9b2J", "end\n"])
+def test_a_reason_that_would_write_on_a_terminal_is_refused(unguarded: Daemon, reason: str) -> None:
+    assert unguarded.post("/pause", json={"reason": reason}).status_code == 400
+    assert unguarded.get("/status").json()["healing"]["paused"] == ""
+
+
 def test_a_call_that_is_sent_twice_is_carried_out_once(guarded: Daemon) -> None:
     key = {"Idempotency-Key": uuid.uuid4().hex} | AUTHORISED
     before = _orders(guarded)
@@ -96,7 +127,7 @@ def test_a_call_that_is_sent_twice_is_carried_out_once(guarded: Daemon) -> None:
     other = guarded.post("/pause", json={"reason": "another"}, headers=key)
     elsewhere = guarded.post("/resume", json={}, headers=key)
     assert (other.status_code, elsewhere.status_code) == (422, 422)
-    assert guarded.get("/status").json()["healing"]["paused"]
+    assert guarded.get("/status").json()["healing"]["paused"].endswith(": maintenance"), "and for what"
     assert len(_orders(guarded)) == len(before) + 1
     assert guarded.post("/resume", json={}, headers=AUTHORISED).status_code == 202
 

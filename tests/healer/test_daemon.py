@@ -45,10 +45,12 @@ class Daemon:
         self.process: subprocess.Popen[bytes] | None = None
         self._groups: list[int] = []
 
-    def spawn(self, *options: str) -> subprocess.Popen[bytes]:
+    def spawn(self, *options: str, stderr: int | None = None) -> subprocess.Popen[bytes]:
+        """`stderr`: a descriptor, instead of the file `log`."""
         command = [sys.executable, "-m", "tests.healer.scripted_daemon", "run", "--policy", str(self.policy), *options]
         with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(command, cwd=REPOSITORY, stderr=log, start_new_session=True)
+            to = log.fileno() if stderr is None else stderr
+            self.process = subprocess.Popen(command, cwd=REPOSITORY, stderr=to, start_new_session=True)
         self._groups.append(self.process.pid)
         return self.process
 

@@ -143,47 +143,6 @@ def test_a_journal_whose_file_cannot_be_opened_for_writing_begins_without_it_and
     assert journal.close() == before.close() == 0
 
 
-@pytest.mark.parametrize("fate", ["removed", "replaced", "emptied", "overwritten"])
-def test_a_journal_that_loses_its_file_while_it_runs_goes_on_in_a_new_one(path: Path, fate: str) -> None:
-    journal = Journal.open(path, FakeClock())
-    for n in range(500):
-        journal.add(Kind.ACTION, {"n": n, "text": "x" * 50})
-    journal.flush()
-    journal.checkpoint()
-    if fate == "removed":
-        path.unlink()
-    elif fate == "replaced":
-        path.rename(path.with_name("kept-by-somebody.db"))
-        Journal.open(path, FakeClock()).close()
-    elif fate == "emptied":
-        os.truncate(path, 0)
-    else:
-        with path.open("r+b") as file:
-            file.write(os.urandom(path.stat().st_size))
-    journal.add(Kind.ACTION, {"n": "after"}, "inc-9")
-    journal.flush()
-    with contextlib.suppress(ElasticError):
-        # a look at what is damaged tells that it is
-        journal.recent(Kind.ACTION, 1000)
-    if not journal.lost_its_file():
-        assert [e.body["n"] for e in journal.timeline("inc-9")] == ["after"]
-        journal.close()
-        return
-    journal.let_go()
-    assert journal.error
-    journal.add(Kind.ACTION, {"n": "meanwhile"}, "inc-9")
-    assert not journal.flush()
-    journal.reopen()
-    assert journal.flush()
-    assert not journal.lost_its_file()
-    journal.add(Kind.ACTION, {"n": "later"}, "inc-9")
-    assert journal.flush()
-    assert journal.close() == 0
-    with contextlib.closing(open_readonly(path)) as reader:
-        kept = [e.body["n"] for e in timeline(reader, "inc-9")]
-    assert kept[-2:] == ["meanwhile", "later"]
-
-
 def test_entries_that_could_not_be_written_to_the_end_are_counted(path: Path) -> None:
     journal = Journal.open(path, FakeClock())
     journal.may_write = lambda: False

@@ -5,7 +5,10 @@ buffers are vLLM's EPLB state.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
+import os
+import signal
 import threading
+import time
 from typing import Any
 
 import torch
@@ -63,11 +66,50 @@ class Communicator(DeviceCommunicatorBase):  # type: ignore[misc]
         return total[start : start + parts[at]].to(given.dtype)
 
 
+class Mover:
+    """vLLM's interface of a balancer's communicator, over the balancer's own gloo group. An armed one ends its process when
+    it is to move the second layer's rows."""
+
+    needs_profile_buffer_reservation = False
+    layers_left = 0
+    """Of an armed one; 0: not armed."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self._group = coordinator.device_group
+        self._ops: list[tuple[bool, torch.Tensor, int]] = []
+
+    def set_stream(self, stream: Any) -> None:
+        pass
+
+    def set_transfer_context(self, *given: Any, **named: Any) -> None:
+        pass
+
+    def add_send(self, tensors: list[torch.Tensor], dst_rank: int, expert_id: int) -> None:
+        self._ops += [(True, tensor, dst_rank) for tensor in tensors]
+
+    def add_recv(self, tensors: list[torch.Tensor], src_rank: int, expert_id: int) -> None:
+        self._ops += [(False, tensor, src_rank) for tensor in tensors]
+
+    def execute(self) -> None:
+        if Mover.layers_left:
+            Mover.layers_left -= 1
+            if not Mover.layers_left:
+                os.kill(os.getpid(), signal.SIGKILL)
+        number: dict[tuple[bool, int], int] = {}
+        under_way = []
+        for sends, tensor, peer in self._ops:
+            tag = number[sends, peer] = number.get((sends, peer), 0) + 1
+            under_way.append((self._group.send if sends else self._group.recv)([tensor.contiguous()], peer, tag))
+        self._ops.clear()
+        for work in under_way:
+            work.wait()
+
+
 class Exchange:
     """Of the product's interface: the exchange's group is formed anew over those who are left."""
 
-    def __init__(self) -> None:
-        self.times = 0
+    epoch = 0
+    """Of the order that is being carried out."""
 
     def release(self, ranks: Any) -> None:
         pass
@@ -79,17 +121,13 @@ class Exchange:
         pass
 
     def drop(self, ranks: Any) -> None:
-        import os
-        import time
-
         from vllm.distributed import parallel_state
 
         from elastic.vllm.worker.meeting import Meeting
 
-        self.times += 1
         dp = parallel_state._DP
         live = [rank for rank in dp.device_communicator.ranks if rank not in set(ranks)]
-        at = Meeting("127.0.0.1", int(os.environ["TEST_STORE"]), f"exchange/{self.times}/{live}", 20.0)
+        at = Meeting("127.0.0.1", int(os.environ["TEST_STORE"]), f"exchange/{Exchange.epoch}/{live}", 20.0)
         group = at.gloo("device", dp.rank, tuple(live), time.monotonic() + 20.0)
         dp.device_group = dp.device_communicator.device_group = group
         dp.device_communicator.ranks = live
@@ -124,7 +162,22 @@ def register() -> None:
     torch.accelerator.synchronize = lambda *_: None
     ElasticEPScalingExecutor._warm_target_groups = lambda *_: None  # with streams of a GPU
     eplb_utils.CpuGpuEvent = eplb_state.CpuGpuEvent = Event
-    eplb_state.create_eplb_communicator = lambda *_, **__: None
+    eplb_state.create_eplb_communicator = lambda group_coordinator, *_, **__: Mover(group_coordinator)
+
+    class Timer:
+        def __init__(self, **_: Any) -> None:
+            self._at = 0.0
+
+        def record(self) -> None:
+            self._at = time.monotonic()
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: "Timer") -> float:
+            return 1e3 * (end._at - self._at)
+
+    torch.__dict__["Event"] = Timer
 
     def to_physical(topk_ids: Any, logical_to_physical_map: Any, logical_replica_count: Any, **_: Any) -> Any:
         """As vLLM's kernel: the replica is chosen by a hash of the place."""
@@ -152,6 +205,7 @@ def register() -> None:
         load(self, load_dummy_weights)
         if self.parallel_config.enable_eplb:
             self.eplb_state = eplb_state.EplbState(self.parallel_config, self.device)
+            self._moe_model = self.model
             self.eplb_state.add_model(self.model, self.model_config)
 
     CPUModelRunner.load_model = load_model

@@ -11,12 +11,12 @@ import shutil
 import signal
 import subprocess
 import time
-import tomllib
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 import httpx
 
+from chaos.inplace_gpu.profile import distribution
 from elastic.vllm import driver
 from elastic.vllm.client import Coordination, NoAnswer, RankClient
 from elastic.vllm.driver import Healed, Refilled, RefillLimits, heal, refill
@@ -32,19 +32,6 @@ START_S = 600.0
 STEP_MS = 20
 RANK_PARTS = frozenset({Part.API, Part.ENGINE, Part.WORKER})
 MAX_RANKS = 8
-
-
-def distribution(folder: Path) -> Path:
-    """What an installed healer is to vLLM: its entry points, from pyproject.toml."""
-    metadata = folder / "healer-0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: healer\nVersion: 0\n")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = []
-    for group, points in project["entry-points"].items():
-        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
-    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    return folder
 
 
 class InPlaceGroup:

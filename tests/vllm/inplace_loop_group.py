@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from elastic.vllm import groups
+from elastic.vllm import groups, waking
 from elastic.vllm.records import EngineInfo, Requests, ShrinkResult
 from elastic.vllm.worker.interface import ORDER_KEY, REFILL_VARIABLE, RefillOrder, order_of
 from tests.vllm.inplace_scheduler import Engine as Scheduling
@@ -233,11 +233,19 @@ class Group:
         for thread in threads:
             thread.join()
         self.engines = made
+        self.coordinator_away = False
         self.answers: dict[str, list[int]] = {}
         self.ended: dict[str, Any] = {}
         for engine in self.engines.values():
             engine.loop.start()
             threading.Thread(target=self.coordinate, args=(engine,), daemon=True).start()
+
+    def call_all(self) -> None:
+        """As a coordinator that was started again."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        for engine in self.engines.values():
+            engine.input_queue.put((EngineCoreRequestType.START_DP_WAVE, (0, waking.WAKE)))
 
     def coordinate(self, engine: Any) -> None:
         """What API server and DP coordinator do with an engine's outputs."""
@@ -245,7 +253,7 @@ class Group:
 
         while True:
             _, outputs = engine.output_queue.get()
-            if outputs.start_wave is not None:
+            if outputs.start_wave is not None and not self.coordinator_away:
                 for other in self.engines.values():
                     if other is not engine:
                         wave = (outputs.start_wave, engine.engine_index)

@@ -39,6 +39,27 @@ def an_idle_group_is_parked_by_the_order_and_wakes_afterwards() -> None:
         group.idle()
 
 
+def a_coordinator_that_was_started_again_calls_whoever_is_idle() -> None:
+    """The one before it died with what it was told: the engine that has a request waits for the others."""
+    group = Group(3)
+    group.right(*(group.ask(slot, 4) for slot in range(3)))
+    group.idle()
+    group.coordinator_away = True
+    name, tokens = group.ask(2, 30)
+    time.sleep(0.5)
+    assert name not in group.ended
+    group.coordinator_away = False
+    group.call_all()
+    group.right((name, tokens))
+    group.idle()
+    # nobody has work, and a call costs one wave
+    group.call_all()
+    group.idle()
+    group.right(*(group.ask(slot, 6) for slot in range(3)))
+    group.idle()
+    group.until(lambda: len({engine.current_wave for engine in group.engines.values()}) == 1, "all at one wave")
+
+
 def all_live_slots_are_a_retry_that_keeps_requests() -> None:
     group = Group(3)
     asked = [group.ask(slot, 200) for slot in range(3)]
@@ -238,6 +259,7 @@ def a_survivor_that_dies_during_a_preparation() -> None:
 CASES = (
     deaths_under_load_cost_the_others_nothing,
     an_idle_group_is_parked_by_the_order_and_wakes_afterwards,
+    a_coordinator_that_was_started_again_calls_whoever_is_idle,
     all_live_slots_are_a_retry_that_keeps_requests,
     recompute_and_abort_do_what_they_say,
     partial_repeated_stale_and_conflicting_orders_do_no_harm,
@@ -254,10 +276,11 @@ CASES = (
 
 
 def main() -> None:
-    from elastic.vllm import refill, sentinel
+    from elastic.vllm import refill, sentinel, waking
 
     sentinel.install()
     refill.install()
+    waking.install()
     wanted = sys.argv[2:]
     for case in CASES:
         if not wanted or case.__name__ in wanted:

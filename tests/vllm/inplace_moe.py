@@ -156,6 +156,12 @@ class Rank:
         self._channel.settimeout(20)
         assert self._lines.read() == b""
 
+    def gone(self) -> None:
+        """It ends by itself; the kernel has closed its sockets when this returns."""
+        assert self._channel is not None
+        self._channel.settimeout(ANSWER_S)
+        assert self._lines.read() == b""
+
     def end(self) -> None:
         if self.pid:
             with contextlib.suppress(ProcessLookupError):
@@ -194,12 +200,13 @@ class Group:
 @contextlib.contextmanager
 def group(nursery: Nursery, model: Path, size: int, port: int, **variables: str) -> Iterator[Group]:
     ranks = [nursery.rank(model, slot, size, port, **variables) for slot in range(size)]
+    found = Group(ranks)
     try:
         for rank in ranks:
             rank.ready()
-        yield Group(ranks)
+        yield found
     finally:
-        for rank in ranks:
+        for rank in {*ranks, *found.ranks.values()}:  # others may have joined
             rank.end()
 
 

@@ -48,7 +48,8 @@ def configuration(model: str, slot: int, size: int, port: int) -> Any:
             "eplb_config": {
                 "num_redundant_experts": int(os.environ["TEST_REDUNDANT"]),
                 "use_async": False,
-                "step_interval": 10**6,
+                "step_interval": int(os.environ.get("TEST_BALANCE_EVERY", 10**6)),
+                "window_size": 4,
             },
             "disable_nccl_for_dp_synchronization": True,
         }
@@ -128,6 +129,10 @@ class Rank:
         return {}
 
     def do_rpc(self, method: str, args: list[Any]) -> dict[str, Any]:
+        from tests.vllm.inplace_cpu import Exchange
+
+        if method == "healer_shrink":
+            Exchange.epoch = args[0]
         began = time.monotonic()
         return {
             "found": self.core.model_executor.collective_rpc(method, args=tuple(args)),
@@ -136,10 +141,17 @@ class Rank:
 
     def do_set(self, key: str, value: Any) -> dict[str, Any]:
         """In the controller's store."""
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         store = TCPStore("127.0.0.1", int(os.environ["TEST_STORE"]), is_master=False, wait_for_workers=False)
         store.set(key, json.dumps(value))
+        return {}
+
+    def do_die_while_moving(self) -> dict[str, Any]:
+        """In the next rearrangement, after one layer."""
+        from tests.vllm.inplace_cpu import Mover
+
+        Mover.layers_left = 2
         return {}
 
     def do_state(self) -> dict[str, Any]:

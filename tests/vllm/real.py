@@ -24,6 +24,9 @@ ENVIRONMENT = Path(os.environ.get("VLLM_CPU", ""))
 STUB = ROOT / "chaos/vllm_cpu/plugins/stub_worker"
 START_S, HEAL_S = 900.0, 900.0
 """On a machine with much other work; 50 to 90 s on two cores that have little else."""
+FORK = os.environ.get("VLLM_CPU_FORK", "1")
+"""Empty: processes of a rank are spawned and import vLLM anew, as by default. Else only the API server does: 8 s of a core for a rank
+instead of 24 to 32."""
 POLICY = """\
 apiVersion: healer/v1
 kind: Policy
@@ -46,6 +49,7 @@ spec:
       PYTHONPATH: {stub}:{environment}/overlay033
       VLLM_PLUGINS: vllm_stub_worker
       VLLM_STUB_ALLOW_EPLB: "1"
+      VLLM_STUB_FORK: "{fork}"
       VLLM_STUB_FAULT_DIR: {folder}/faults
       HF_HUB_OFFLINE: "1"
       TRANSFORMERS_OFFLINE: "1"
@@ -71,9 +75,11 @@ class Deployment:
         self.folder = folder
         (folder / "faults").mkdir()
         port = 24000 + os.getpid() % 500 * 10
-        text = POLICY.format(folder=folder, environment=ENVIRONMENT, stub=STUB, port=port)
+        text = POLICY.format(folder=folder, environment=ENVIRONMENT, stub=STUB, port=port, fork=FORK)
         self.policy = folder / "policy.yaml"
         self.policy.write_text(text)
+        self.scaled = False
+        """Since its launch, as far as the tests know: vLLM's retry works with the size of the launch only."""
         self.daemon = self.run()
 
     def run(self) -> subprocess.Popen[bytes]:
@@ -100,12 +106,13 @@ class Deployment:
             time.sleep(0.5)
         return found
 
-    def healthy(self, ranks: int, deadline_s: float = HEAL_S) -> dict[str, Any]:
-        def sound(found: dict[str, Any]) -> bool:
-            group = found["group"]
-            return found["state"] == "ok" and len(group["live"]) == ranks and not group["sequence"]
+    @staticmethod
+    def sound(found: dict[str, Any], ranks: int) -> bool:
+        group = found["group"]
+        return found["state"] == "ok" and len(group["live"]) == ranks and not group["sequence"]
 
-        return self.until(sound, deadline_s)
+    def healthy(self, ranks: int, deadline_s: float = HEAL_S) -> dict[str, Any]:
+        return self.until(lambda found: self.sound(found, ranks), deadline_s)
 
     def incarnations(self) -> dict[int, int]:
         members = [slot["member"] for slot in self.status()["group"]["slots"] if slot["member"]]
@@ -130,6 +137,7 @@ class Deployment:
         return path
 
     def scale(self, ranks: int) -> None:
+        self.scaled = True
         command = [sys.executable, "-m", "healer.cli", "scale", str(ranks), "--policy", str(self.policy)]
         subprocess.run(command, check=True, cwd=ROOT, timeout=60)
 

@@ -8,11 +8,13 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from chaos.inplace_gpu.profile import distribution
 from healer.targets.vllm.records import Part
-from tests.vllm.inplace_group import PLUGINS, distribution
+from tests.vllm.inplace_group import PLUGINS
 from tests.vllm.real import ENVIRONMENT, POLICY, ROOT, START_S, Clients, Deployment, mapped
 
 pytestmark = [
@@ -64,11 +66,15 @@ async def test_a_group_goes_on_without_any_rank_and_gets_it_back_and_no_client_s
         async with Clients(router).running() as clients:
             for slot in (1, 0):
                 rest = [each for each in (0, 1, 2) if each != slot]
+
+                def alone(status: dict[str, Any], rest: list[int] = rest) -> bool:
+                    return bool(status["group"]["live"] == rest)
+
                 before, pids = found.incarnations(), [found.pid(each, Part.ENGINE) for each in rest]
                 await asyncio.sleep(2.0)
                 began, answered = time.monotonic(), clients.right
                 found.kill(slot, Part.ENGINE)
-                await asyncio.to_thread(found.until, lambda s, rest=rest: s["group"]["live"] == rest, 120.0)
+                await asyncio.to_thread(found.until, alone, 120.0)
                 while clients.right < answered + 8:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
                 print(f"slot {slot}: 8 answers more {time.monotonic() - began:.2f} s after the signal")

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from elastic.vllm.client import RankClient
-from elastic.vllm.driver import CommitFailed, HealFailed, RefillFailed, RefillLimits
+from elastic.vllm.driver import CommitFailed, Healed, HealFailed, Refilled, RefillFailed, RefillLimits
 from elastic.vllm.records import CoordinationInfo, Phase, Refusal, ShrinkOrder, ShrinkResult
 from healer.targets.vllm.records import Part
 from tests.vllm.inplace_group import InPlaceGroup, Load, in_place_group
@@ -56,12 +56,22 @@ async def full(group: InPlaceGroup) -> None:
     for slot in range(group.size):
         if not (slot in group.servers and group.alive(slot)) or slot not in await group.live():
             await group.fence([slot])
-            await group.refill(slot, REFILL)
+            say(f"slot {slot} again", None, await group.refill(slot, REFILL))
             assert await group.ask(slot, PROMPT, 5)
 
 
 def others(group: InPlaceGroup, *gone: int) -> tuple[int, ...]:
     return tuple(slot for slot in range(group.size) if slot not in gone)
+
+
+def say(what: str, healed: Healed | None, filled: Refilled | None = None) -> None:
+    """Figures for a reader of the log (pytest -s)."""
+    parts = [f"order to healthy {healed.took_s:.3f} s"] if healed else []
+    if filled:
+        phases = ", ".join(f"{name} {took:.2f} s" for name, took in filled.phases_s.items())
+        pauses = ", ".join(f"{took:.2f} s" for took in filled.pauses_s.values())
+        parts.append(f"refill: {phases}; pauses {pauses}")
+    print(f"\n{what}: {'; '.join(parts)}")
 
 
 async def case(group: InPlaceGroup, victim: int, parts: tuple[Part, ...], *, load: bool) -> None:
@@ -75,6 +85,7 @@ async def case(group: InPlaceGroup, victim: int, parts: tuple[Part, ...], *, loa
         await group.fence([victim])  # what a daemon does with the rest of a rank that lost a part
         healed = await group.heal(left)
         assert healed.survivors == left
+        say(f"without slot {victim}", healed)
         if load:
             await streams.served(left, more=2, limit_s=120)
     for slot in left:
@@ -307,10 +318,12 @@ async def test_twenty_kills_and_refills_change_no_token(tmp_path: Path) -> None:
                 victim = cycle * 2 % 3
                 left = others(group, victim)
                 group.kill(victim, *ALL)
-                assert (await group.heal(left)).survivors == left
+                healed = await group.heal(left)
+                assert healed.survivors == left
                 await streams.served(left)
-                await group.refill(victim, REFILL)
+                filled = await group.refill(victim, REFILL)
                 await streams.served(range(3), limit_s=60)
+                say(f"cycle {cycle + 1}, slot {victim}", healed, filled)
         assert streams.wrong == []
         assert await group.live() == (0, 1, 2)
 
@@ -324,10 +337,12 @@ async def test_from_four_ranks_down_to_one_and_back(tmp_path: Path) -> None:
             for victim in (1, 0, 2):
                 group.kill(victim, *ALL)
                 left = [slot for slot in await group.live() if slot != victim]
-                assert (await group.heal(left)).survivors == tuple(left)
+                healed = await group.heal(left)
+                assert healed.survivors == tuple(left)
+                say(f"without slot {victim}", healed)
                 await streams.served([3])
             for victim in (2, 0, 1):
-                await group.refill(victim, REFILL)
+                say(f"slot {victim} again", None, await group.refill(victim, REFILL))
                 await streams.served([3], limit_s=60)
                 assert await group.ask(victim, PROMPT, 10)
         assert (streams.wrong, streams.failed[3]) == ([], 0)

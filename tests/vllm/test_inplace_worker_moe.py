@@ -67,7 +67,7 @@ def compare(found: dict[str, Any], name: str, prompt: list[int], reference: Refe
     assert "failed" not in found, found["failed"]
     assert found["tokens"][name] == tokens
     return max(
-        abs(a - b)
+        abs(float(a) - b)
         for mine, theirs in zip(found["logits"], logits, strict=True)
         for a, b in zip(mine[0], theirs, strict=True)
     )
@@ -178,6 +178,79 @@ def test_a_survivor_that_is_not_told_makes_the_vote_fail_and_the_next_order_find
         assert generate(group, reference, "two") < TOLERANCE
 
 
+def test_a_rank_dies_while_the_balancer_moves_experts_and_no_row_is_taken_for_what_it_is_not(
+    nursery: Nursery, model: Path, reference: Reference, copy_file: Path
+) -> None:
+    """vLLM moves the rows of all layers before it changes any map: after one layer the maps of all are wrong."""
+    variables = {"TEST_REDUNDANT": "8", "TEST_BALANCE_EVERY": "12", "HEALER_EXPERT_COPY": str(copy_file)}
+    with inplace_moe.store() as port, inplace_moe.group(nursery, model, 4, port, **variables) as group:
+        group.rpc("healer_probe")
+        before = group.all("state")
+        # a rearrangement without a fault first: what follows is no fault of the kit
+        assert generate(group, reference, "first") < TOLERANCE
+        assert generate(group, reference, "second") < TOLERANCE
+        moved = group.all("state")
+        assert moved[0]["map"] != before[0]["map"]
+        victim = 1
+        group.ranks[victim].send("die_while_moving")
+        group.ranks[victim].answer()
+        for slot in group.live:
+            group.add(slot, f"lost-{slot}", PROMPTS[slot % len(PROMPTS)], TOKENS)
+        for slot in group.live:
+            group.ranks[slot].send("steps", count=TOKENS)
+        group.ranks[victim].gone()
+        group.live.remove(victim)
+        failed = {slot: group.ranks[slot].answer() for slot in group.live}
+        assert all("failed" in answer for answer in failed.values()), failed
+        group.all("preempt")
+        votes = group.shrink(1, port)
+        assert all(ready for ready, _ in votes.values()), votes
+        for _ in range(2):  # the requests that were lost, to their end
+            group.all("steps", count=TOKENS)
+        assert generate(group, reference, "after") < TOLERANCE
+        fill(nursery, model, group, victim, 2, reference, port=str(port), **variables)
+        # the balancer runs again, over all slots, and moves rows that it knows
+        for number in range(3):
+            assert generate(group, reference, f"whole-{number}") < TOLERANCE
+        state = group.all("state")
+        assert len({str(state[slot]["map"]) for slot in group.live}) == 1
+
+
+def refill_order(group: Group, epoch: int, joiner: int, port: int) -> dict[str, Any]:
+    """Published as the controller does, for the joiner to find."""
+    found: dict[str, Any] = {"epoch": epoch, "live": list(group.live), "joiners": [joiner], "source": group.live[-1]}
+    found |= {"store_host": "127.0.0.1", "store_port": port, "timeout_s": 300.0}
+    teller = group.ranks[group.live[0]]
+    teller.send("set", key="healer/refill", value=found)
+    teller.answer()
+    return found
+
+
+def fill(
+    nursery: Nursery, model: Path, group: Group, joiner: int, epoch: int, reference: Reference, **variables: str
+) -> float:
+    """A refill while the others answer; returns seconds of the longest commit."""
+    survivors, port = list(group.live), int(variables.pop("port"))
+    order = refill_order(group, epoch, joiner, port)
+    group.rpc("healer_refill_prepare", order, None)
+    rank = nursery.rank(model, joiner, len(group.ranks), port, HEALER_REFILL="1", **variables)
+    group.ranks[joiner] = rank
+    # the joiner starts; the others answer meanwhile
+    assert generate(group, reference, f"while-{epoch}") < TOLERANCE
+    rank.ready()
+    rank.send("rpc", method="healer_join", args=[order, "receive"])
+    rank.answer()
+    assert generate(group, reference, f"joined-{epoch}") < TOLERANCE
+    inplace_moe.until_prepared(group)
+    for slot in survivors:
+        group.ranks[slot].send("rpc", method="healer_refill_commit", args=[])
+    rank.send("rpc", method="healer_join", args=[order, "commit"])
+    pauses = [group.ranks[slot].answer()["s"] for slot in [*survivors, joiner]]
+    group.live = sorted([*survivors, joiner])
+    assert generate(group, reference, f"after-{epoch}") < TOLERANCE
+    return float(max(pauses))
+
+
 def test_the_slot_of_a_dead_rank_is_filled_while_the_others_serve(
     nursery: Nursery,
     model: Path,
@@ -193,28 +266,8 @@ def test_the_slot_of_a_dead_rank_is_filled_while_the_others_serve(
         group.kill(0, 2)
         assert all(ready for ready, _ in group.shrink(1, port).values())
         for epoch, joiner in ((2, 0), (3, 2)):
-            survivors = list(group.live)
-            order = {"epoch": epoch, "live": survivors, "joiners": [joiner], "source": survivors[-1]}
-            order |= {"store_host": "127.0.0.1", "store_port": port, "timeout_s": 300.0}
-            group.ranks[survivors[0]].send("set", key="healer/refill", value=order)
-            group.ranks[survivors[0]].answer()
-            group.rpc("healer_refill_prepare", order, None)
-            rank = nursery.rank(model, joiner, 4, port, HEALER_REFILL="1", **variables)
-            group.ranks[joiner] = rank
-            # the joiner starts; the others answer meanwhile
-            assert generate(group, reference, f"while-{joiner}") < TOLERANCE
-            rank.ready()
-            rank.send("rpc", method="healer_join", args=[order, "receive"])
-            rank.answer()
-            assert generate(group, reference, f"joined-{joiner}") < TOLERANCE
-            inplace_moe.until_prepared(group)
-            for slot in survivors:
-                group.ranks[slot].send("rpc", method="healer_refill_commit", args=[])
-            rank.send("rpc", method="healer_join", args=[order, "commit"])
-            pauses = [group.ranks[slot].answer()["s"] for slot in [*survivors, joiner]]
-            group.live = sorted([*survivors, joiner])
-            assert generate(group, reference, f"after-{joiner}") < TOLERANCE
-            record_property(f"commit_{joiner}_s", max(pauses))
+            took_s = fill(nursery, model, group, joiner, epoch, reference, port=str(port), **variables)
+            record_property(f"commit_{joiner}_s", took_s)
         state = group.all("state")
         assert len({str(state[slot]["map"]) for slot in group.live}) == 1
         assert all(-1 not in row for row in state[1]["map"])
@@ -224,19 +277,25 @@ def test_the_slot_of_a_dead_rank_is_filled_while_the_others_serve(
 def test_a_joiner_that_dies_harms_nobody_and_the_next_one_takes_the_slot(
     nursery: Nursery, model: Path, reference: Reference, copy_file: Path
 ) -> None:
-    variables = {"TEST_REDUNDANT": "8", "HEALER_EXPERT_COPY": str(copy_file)}
+    """Eight rows a rank: even one rank alone holds every expert."""
+    variables = {"TEST_REDUNDANT": "16", "HEALER_EXPERT_COPY": str(copy_file)}
     with inplace_moe.store() as port, inplace_moe.group(nursery, model, 3, port, **variables) as group:
         group.rpc("healer_probe")
         group.kill(1)
         assert all(ready for ready, _ in group.shrink(1, port).values())
-        order = {"epoch": 2, "live": [0, 2], "joiners": [1], "source": 0}
-        order |= {"store_host": "127.0.0.1", "store_port": port, "timeout_s": 300.0}
-        group.rpc("healer_refill_prepare", order, None)
+        # the survivors prepare for a joiner that never says a word
+        group.rpc("healer_refill_prepare", refill_order(group, 2, 1, port), None)
         group.rpc("healer_refill_abort")
         group.rpc("healer_refill_abort")
         assert generate(group, reference, "aborted") < TOLERANCE
-        # the preparation notices that it was given up, and another death can be healed
+        inplace_moe.until_given_up(group)
+        fill(nursery, model, group, 1, 3, reference, port=str(port), **variables)
+        # one that is given up on leaves nothing that a later death trips over
+        group.kill(2)
+        assert all(ready for ready, _ in group.shrink(4, port).values())
+        group.rpc("healer_refill_prepare", refill_order(group, 5, 2, port), None)
+        group.rpc("healer_refill_abort")
         inplace_moe.until_given_up(group)
         group.kill(0)
-        assert all(ready for ready, _ in group.shrink(3, port).values())
+        assert all(ready for ready, _ in group.shrink(6, port).values())
         assert generate(group, reference, "alone") < TOLERANCE

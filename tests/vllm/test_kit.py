@@ -1,8 +1,10 @@
 """The parts of chaos/vllm_cpu that can be run without vLLM."""
 
 import importlib.util
+import os
 import re
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from chaos.vllm_cpu import model
 from tests.vllm import real
 
 MAKE = real.ROOT / "chaos/vllm_cpu/make.sh"
+NO_DOWNLOAD = 75
 
 
 def stub() -> Any:
@@ -81,3 +84,14 @@ def test_the_recipe_says_how_it_is_called_and_is_sound_shell() -> None:
     done = subprocess.run(["bash", MAKE], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "usage: make.sh DEST" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_download_that_fails_is_told_from_a_recipe_that_does_not_work(tmp_path: Path) -> None:
+    nothing = os.environ | {"SHARE": sys.prefix, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    done = subprocess.run(["bash", MAKE, tmp_path / "e"], env=nothing, capture_output=True, text=True, check=False)
+    assert done.returncode == NO_DOWNLOAD, done.stderr
+    assert not (tmp_path / "e/.ready").exists()
+    wrong = nothing | {"SHARE": str(tmp_path)}
+    done = subprocess.run(["bash", MAKE, tmp_path / "e"], env=wrong, capture_output=True, text=True, check=False)
+    assert done.returncode not in (0, NO_DOWNLOAD)

@@ -23,6 +23,8 @@ def found(arguments: str = GOOD, **changes: Any) -> dict[str, Level]:
         "experts": 256,
         "vllm": "0.33.0",
         "nixl": "1.5.1",
+        "settle_s": 45.0,
+        "stall_after_s": 50.0,
     } | changes
     return {f.rule: f.level for f in check(Deployment(**fields))}
 
@@ -55,6 +57,10 @@ def test_a_deployment_made_for_it_has_nothing_to_complain_about() -> None:
         ("single-rank", GOOD.replace("experts 256", "experts 768"), {"min_ranks": 1}),
         ("cpu-timeout", GOOD + " --cpu-distributed-timeout-seconds 3", {}),
         ("recovery-timeout", GOOD + ' --fault-tolerance-config {"engine_recovery_timeout_sec":10}', {}),
+        ("settle", GOOD, {"settle_s": 30.0}),
+        ("settle", GOOD, {"settle_s": 120.0}),
+        ("settle", GOOD + ' --fault-tolerance-config {"engine_recovery_timeout_sec":45}', {}),
+        ("stall-after", GOOD, {"stall_after_s": 10.0}),
         ("model-runner", GOOD + " --no-async-scheduling", {"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}),
         ("drafter", GOOD + ' --speculative-config {"method":"deepseek_mtp"}', {}),
         ("prefix-cache", GOOD.replace("--no-enable-prefix-caching ", ""), {}),
@@ -72,6 +78,11 @@ def test_what_will_not_work_is_said_before_anything_is_touched(
     assert rule in found(arguments, **changes)
 
 
+def test_without_fault_tolerance_there_is_no_retry_to_wait_for() -> None:
+    without = GOOD.replace("--enable-fault-tolerance ", "")
+    assert set(found(without, settle_s=5.0, stall_after_s=5.0)) == {"fault-tolerance-off"}
+
+
 def test_every_finding_says_how_to_mend_it_and_errors_come_first() -> None:
     bad = Arguments.parse(["m", "--cpu-distributed-timeout-seconds", "3", "--enable-elastic-ep"])
     findings = check(
@@ -84,6 +95,8 @@ def test_every_finding_says_how_to_mend_it_and_errors_come_first() -> None:
             experts=250,
             vllm="0.33.0",
             nixl=None,
+            settle_s=5.0,
+            stall_after_s=10.0,
         )
     )
     levels = [f.level for f in findings]
@@ -104,6 +117,8 @@ def test_the_fix_for_too_few_redundant_experts_is_one() -> None:
                 experts=256,
                 vllm="0.33.0",
                 nixl="1.5.1",
+                settle_s=45.0,
+                stall_after_s=50.0,
             )
         )
         if f.rule == "redundancy"

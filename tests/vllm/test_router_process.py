@@ -168,6 +168,31 @@ async def test_a_router_that_was_killed_starts_again_from_its_file_and_a_second_
     assert await router.ask() == right_text(PROMPT.encode(), 20)
 
 
+async def test_a_router_that_serves_says_so_again_where_its_announcement_was_removed(
+    router: Process, rank: FakeRank
+) -> None:
+    router.write(7, [rank])
+    router.launch()
+    await router.ready()
+    router.announced.unlink()
+    await until(router.announced.exists)
+    assert (router.said()["epoch"], router.said()["refused"]) == (7, "")
+
+
+async def test_a_router_that_ends_late_leaves_the_announcement_of_the_next_one(router: Process, rank: FakeRank) -> None:
+    router.write(7, [rank])
+    router.launch()
+    await router.ready()
+    assert router.process is not None
+    router.process.send_signal(signal.SIGSTOP)
+    other = router.said() | {"pid": router.process.pid + 1}
+    router.announced.write_text(json.dumps(other))
+    router.process.send_signal(signal.SIGTERM)
+    router.process.send_signal(signal.SIGCONT)
+    assert await asyncio.to_thread(router.process.wait, 30) == 0
+    assert router.said() == other
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

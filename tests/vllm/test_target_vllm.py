@@ -40,6 +40,7 @@ async def healed(group: Deployment, before: dict[int, int], *, ranks: int = 2) -
         return found["state"] == "ok" and len(now) == ranks and all(now[s] > before.get(s, -1) for s in now)
 
     await asyncio.to_thread(group.until, anew)
+    group.scaled = False
     return time.monotonic() - began
 
 
@@ -72,8 +73,11 @@ async def test_a_killed_engine_is_healed_and_no_client_sees_it(group: Deployment
     nothing_lost(clients)
 
 
-@pytest.mark.slow
 async def test_a_transient_fault_is_retried_without_a_restart(group: Deployment) -> None:
+    if group.scaled:
+        before = group.incarnations()
+        group.kill(1, Part.ENGINE)
+        await healed(group, before)
     before, pids = group.incarnations(), [group.pid(slot, Part.ENGINE) for slot in (0, 1)]
     async with (await served(group)).running() as clients:
         await asyncio.sleep(2.0)
@@ -189,8 +193,14 @@ async def test_a_joiner_that_is_killed_while_the_group_prepares_leaves_no_group_
 ) -> None:
     armed = group.fault("hang_eep_prepare_new_worker_rank2")
     async with (await served(group)).running() as clients:
-        await asyncio.to_thread(group.scale, 3)
-        await asyncio.to_thread(group.until, lambda _: group.phase() == "preparing")
+        for _ in range(3):
+            await asyncio.to_thread(group.scale, 3)
+            await asyncio.to_thread(group.until, lambda found: group.phase() == "preparing" or group.sound(found, 3))
+            if group.phase() == "preparing":
+                break
+            # seen: a port that vLLM had found free was another process's a moment later, and the group was restarted with three
+            await asyncio.to_thread(group.scale, 2)
+            await asyncio.to_thread(group.healthy, 2)
         group.kill(2, Part.ENGINE)
         armed.unlink()
         await asyncio.to_thread(group.healthy, 3)
@@ -199,7 +209,6 @@ async def test_a_joiner_that_is_killed_while_the_group_prepares_leaves_no_group_
     nothing_lost(clients)
 
 
-@pytest.mark.slow
 async def test_the_daemon_may_die_and_the_next_one_takes_over(group: Deployment) -> None:
     before = group.incarnations()
     async with (await served(group)).running() as clients:

@@ -80,6 +80,8 @@ class Host:
         self._count = 0
         self._waves: asyncio.subprocess.Process | None = None
         self._starts = 0
+        self._fresh = False
+        """The next coordinator is a new group's first: nobody can have called one that died."""
         self._quit = asyncio.Event()
         self._again = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -118,7 +120,7 @@ class Host:
             rpc_port=ports.rpc,
             store_port=self._store.port,
             coordinator_addresses=(addresses.front_publish, addresses.back_output, addresses.back_publish),
-            coordinator_pid=waves.pid if waves is not None and waves.returncode is None else 0,
+            coordinator_pid=waves.pid if waves is not None and self._waves_run else 0,
             coordinator_starts=self._starts,
             expected=expected,
             hello=tuple(sorted(shake.hello)) if shake is not None else (),
@@ -139,6 +141,8 @@ class Host:
                 await self._start([int(slot) for slot in order["slots"]])
             case "live":
                 self._count = int(order["count"])
+                if not self._waves_run:  # of a process that was started again itself
+                    self._again.set()
             case "refill":
                 self._open_refill(order)
             case "answer":
@@ -156,7 +160,7 @@ class Host:
         self._save()
         self._end_refill(keep=False)
         self._kept_store = None
-        self._count = len(slots)
+        self._count, self._fresh = len(slots), True
         await self._stop_waves()
         host = self._ports.host
         port, *ports = free_ports(host, PORTS)
@@ -230,6 +234,10 @@ class Host:
 
     # --- the coordinator --------------------------------------------------------------------------------------------------
 
+    @property
+    def _waves_run(self) -> bool:
+        return self._waves is not None and self._waves.returncode is None
+
     async def _stop_waves(self) -> None:
         waves, self._waves = self._waves, None
         if waves is not None and waves.returncode is None:
@@ -240,12 +248,13 @@ class Host:
         while True:
             await self._again.wait()
             self._again.clear()
-            if self._count:
-                addresses = self.addresses
+            if self._count and not self._waves_run:
+                addresses, wake = self.addresses, () if self._fresh else ("--wake",)
+                self._fresh = False
                 waves = await asyncio.create_subprocess_exec(
                     sys.executable,
                     *("-m", "elastic.vllm.coordination.waves", str(self._count)),
-                    *(addresses.front_publish, addresses.back_output, addresses.back_publish),
+                    *(addresses.front_publish, addresses.back_output, addresses.back_publish, *wake),
                     stdin=asyncio.subprocess.PIPE,
                 )
                 self._waves, self._starts = waves, self._starts + 1

@@ -3,12 +3,30 @@
 It serves when COUNT engines have subscribed. Engines and API servers reconnect and subscribe by themselves to one that is
 started again at the same addresses, and wave numbers catch up: it starts at 0 and takes every higher one. It ends with its
 parent, which holds the other end of its standard input.
+
+With `--wake` it calls all idle engines once (`waking`): what the coordinator before it was told and did not pass on is lost, and an
+engine that asked for the others would wait for them for ever.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
 import os
 import sys
 import threading
+from typing import Any
+
+from elastic.vllm.waking import WAKE
+
+
+def call_all(output: str) -> Any:
+    """Say, as an engine would, that a wave starts: read when all engines have subscribed. Returns the socket, to be kept."""
+    import zmq
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    caller = zmq.Context.instance().socket(zmq.PUSH)
+    caller.connect(output)
+    caller.send_multipart(MsgpackEncoder().encode(EngineCoreOutputs(engine_index=WAKE, start_wave=0)))
+    return caller
 
 
 def main() -> None:
@@ -21,12 +39,14 @@ def main() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     from vllm.v1.engine.coordinator import DPCoordinatorProc
 
+    caller = call_all(output) if "--wake" in sys.argv[5:] else None
     DPCoordinatorProc.run_coordinator(
         engine_count=count,
         front_publish_address=front,
         back_output_address=output,
         back_publish_address=publish,
     )
+    del caller
 
 
 if __name__ == "__main__":

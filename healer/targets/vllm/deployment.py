@@ -42,6 +42,8 @@ def read(policy: Policy, target: VllmTarget) -> Deployment:
         vllm=versions.get("vllm"),
         nixl=versions.get("nixl"),
         external=target.load_balancing == "external",
+        settle_s=target.deadlines.settle_s,
+        stall_after_s=policy.spec.detection.stall_after_s,
     )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from elastic import process
 from elastic.errors import ElasticError
 from elastic.vllm import driver
 from elastic.vllm.client import Coordination, NoAnswer, NotInForce, RankClient
@@ -63,6 +64,7 @@ async def verdict(target: VllmTarget, arguments: Arguments) -> Verdict:
         done = await asyncio.create_subprocess_exec(
             *(interpreter(target.executable), "-c", _GUARD),
             env={**os.environ, **target.env},
+            cwd="/",  # Python looks there first, and the ranks will be in another folder than this process
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -205,7 +207,7 @@ class InPlace:
     # --- the coordination process ---------------------------------------------------------------------------------------------
 
     async def up(self) -> CoordinationInfo:
-        """It runs: adopted, or started. Raises ElasticError with its last words."""
+        """It runs: adopted, or started. Raises ElasticError with its last words, at once where it has ended."""
         async with self._one:  # two would take the socket from each other
             return await self._up()
 
@@ -215,13 +217,15 @@ class InPlace:
         except NoAnswer:
             log.info("coordination.start")
         command = [self._python, "-m", "elastic.vllm.coordination", str(self._run_dir), "--host", self._host]
-        self._processes.launch(LOG_NAME, command, self._env)
+        child = self._processes.launch(LOG_NAME, command, self._env)
         until = time.monotonic() + UP_S
         while True:
+            self._processes.reap()
+            ended = not process.is_alive(child.pid, child.pid_start)  # before it is asked: it may end after an answer
             try:
                 return await self._coordination.info(deadline_s=ASK_S)
             except NoAnswer as error:
-                if time.monotonic() > until:
+                if ended or time.monotonic() > until:
                     words = self._processes.last_words(LOG_NAME)
                     raise ElasticError(f"the coordination process does not come up: {words}") from error
             await asyncio.sleep(POLL_S)

@@ -17,6 +17,8 @@ from healer.targets.vllm.records import Canaried, Held, Look, Role
 LEAST_RANKS = 2
 FRESH_POLLS = 4
 """A look that is older than so many polls is none: a request to scale is not sent on it."""
+TOGETHER_S = 5.0
+"""For the policy to give up another dead rank too, so that both are left out at once; `settle_s` where that is shorter."""
 WRONG_CANARIES = 2
 """In a row, with other tokens than the first one: the rank is not believed any more."""
 
@@ -98,7 +100,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Since the group last proved to be sound."""
     poll_s: float = 1.0
     gate_s: float = 120.0
-    settle_s: float = 5.0
+    settle_s: float = 45.0
     stall_s: float = 60.0
     not_before: float = 0.0
     """After a failure: nothing planned before this."""
@@ -131,7 +133,7 @@ def _lost(facts: Facts) -> Step:
         others = [rank.held.slot for rank in _live(facts) if not rank.alive and rank.held.slot not in facts.lost]
         if not others:
             return Step(Do.HEAL, f"the others go on in place without a lost rank ({shown})", slots)
-        if facts.now - facts.lost_since < facts.settle_s:
+        if facts.now - facts.lost_since < min(TOGETHER_S, facts.settle_s):
             return Step(Do.NOTHING, f"slots {others} are not sound either, and may be given up too")
     if why := _no_removal(facts):
         return Step(Do.RESTART, f"vLLM cannot go on without a lost rank ({shown}): {why}", slots)

@@ -14,6 +14,8 @@ from elastic.errors import ElasticError
 from healer.targets.vllm.arguments import Arguments, environment_flag
 
 MAX_REDUNDANT = 1023
+NIXL_TIMEOUT_S = 30.0
+"""Of NIXL EP's kernels; vLLM 0.33 sets no other."""
 
 
 class Level(StrEnum):
@@ -46,6 +48,9 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     nixl: str | None
     external: bool = True
     """One `vllm serve` for each rank; False: internal load balancing with Ray."""
+    settle_s: float
+    stall_after_s: float
+    """Of the policy: deadlines.settle, detection.stallAfter."""
 
     @property
     def redundant(self) -> int:
@@ -59,6 +64,12 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tensor(self) -> int:
         return self.arguments.number("tensor-parallel-size", 1) or 1
+
+    @property
+    def recovery_s(self) -> float | None:
+        """After a fault, until an engine that nobody tells to retry ends by itself; None: not a number."""
+        value = self.arguments.config("fault-tolerance-config").get("engine_recovery_timeout_sec", 120)
+        return float(value) if isinstance(value, int | float) else None
 
     @property
     def capacity(self) -> int:
@@ -185,10 +196,32 @@ def timeouts(d: Deployment) -> Iterator[Finding]:
         what = f"--cpu-distributed-timeout-seconds {seconds} also bounds how long a joiner waits: a scale-up would end in it"
         fix = "set it to 600 or more, or remove it; healer finds hangs by itself"
         yield Finding("cpu-timeout", Level.ERROR, what, fix)
-    recovery = d.arguments.config("fault-tolerance-config").get("engine_recovery_timeout_sec", 120)
-    if isinstance(recovery, int | float) and recovery < 60:
-        what = f"engine_recovery_timeout_sec {recovery} leaves too little time to decide and retry"
+    recovery = d.recovery_s
+    if recovery is not None and recovery < 60:
+        what = f"engine_recovery_timeout_sec {recovery:g} leaves too little time to decide and retry"
         yield Finding("recovery-timeout", Level.WARNING, what, "set it to 120 or more")
+
+
+def retry_in_time(d: Deployment) -> Iterator[Finding]:
+    """Two engines on H200 reported one fault 30 s apart: the second one waited in the exchange until NIXL EP's own timeout. A retry
+    needs both reports, before a restart is decided, the rank is given up, or the first engine ends by itself
+    (config/fault_tolerance.py)."""
+    if not d.arguments.flag("enable-fault-tolerance"):
+        return
+    best = 1.5 * NIXL_TIMEOUT_S
+    if d.backend == "nixl_ep" and d.settle_s <= NIXL_TIMEOUT_S:
+        what = f"deadlines.settle {d.settle_s:g} s: engines report one fault up to {NIXL_TIMEOUT_S:g} s apart, so it is never retried"
+        yield Finding("settle", Level.ERROR, what, f"set spec.target.deadlines.settle {best:g}s")
+    if d.backend == "nixl_ep" and d.stall_after_s <= NIXL_TIMEOUT_S:
+        what = (
+            f"detection.stallAfter {d.stall_after_s:g} s: a rank is given up before NIXL EP's timeout of {NIXL_TIMEOUT_S:g} s "
+            "lets an engine report a fault, so it is never retried"
+        )
+        fix = f"set spec.detection.stallAfter above deadlines.settle ({max(best, d.settle_s):g}s), or leave out --enable-fault-tolerance"
+        yield Finding("stall-after", Level.ERROR, what, fix)
+    if d.recovery_s is not None and d.settle_s >= d.recovery_s:
+        what = f"deadlines.settle {d.settle_s:g} s: an engine that met a fault ends after engine_recovery_timeout_sec {d.recovery_s:g}"
+        yield Finding("settle", Level.ERROR, what, f"set engine_recovery_timeout_sec {d.settle_s + 60:g} or more")
 
 
 def runner(d: Deployment) -> Iterator[Finding]:
@@ -258,6 +291,7 @@ RULES: tuple[Rule, ...] = (
     redundancy,
     smallest,
     timeouts,
+    retry_in_time,
     runner,
     drafter,
     prefix_cache,

@@ -209,8 +209,24 @@ def __getattr__(name: str) -> Any:
     return _made[0]
 
 
+def fork() -> None:
+    """Let children begin with what their parent has imported, as on GPUs where the user asks for it: vLLM has them import all anew on a
+    CPU, which takes 8 s of a core for each, and these workers use none of the libraries that do not bear a fork."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config
+
+    def and_fork(_: type, config: Any) -> None:
+        update(config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = classmethod(and_fork)
+
+
 def register() -> None:
     """Let vLLM accept EPLB, which elastic EP needs, on a CPU; and Ray's fake GPUs."""
+    if os.environ.get("VLLM_STUB_FORK"):
+        fork()
     if os.environ.get("VLLM_STUB_RAY"):
         from vllm.platforms.cpu import CpuPlatform
 

@@ -1,0 +1,295 @@
+"""`python -m chaos.inplace_gpu`: see `--help`. Exit code: 0 all parts ran and missed nothing; 1 not so; 2 wrong usage."""
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from chaos.gpu_bench.__main__ import gpus
+from chaos.inplace_gpu import kills, overhead, report
+from chaos.inplace_gpu.profile import MOST_RANKS, InPlaceProfile, of
+from chaos.inplace_gpu.records import Case, Part, Results
+from chaos.inplace_gpu.watch import ROUTER, Clients
+from chaos.machine import machine
+from chaos.vllm_gpu import profile as profiles
+from chaos.vllm_gpu.__main__ import own_versions, rank_versions
+from chaos.vllm_gpu.scene import Scene
+from elastic.errors import ElasticError
+from healer.interrupt import Interrupted, run_to_its_end
+
+NAME = "inplace-gpu"
+END_S = 25.0
+"""Of the budget, kept for the end of all processes and the logs."""
+PORTS = 40
+"""Between the two groups' ports."""
+
+
+class Run:
+    """Owns both groups and the results, which are written whenever a part has ended."""
+
+    def __init__(self, stock: Scene, plugin: Scene, given: argparse.Namespace, results: Results) -> None:
+        self.stock, self.plugin, self.given, self.results = stock, plugin, given, results
+        self._began = time.monotonic()
+        self._until = self._began + given.budget - END_S
+        self._started: dict[int, dict[str, Any]] = {}
+        self._stock_ended = False
+
+    async def group(self, scene: Scene) -> dict[str, Any]:
+        """Started if it is not yet. Raises ElasticError."""
+        if id(scene) not in self._started:
+            await scene.write_model()
+            self._started[id(scene)] = await kills.start(scene)
+        return self._started[id(scene)]
+
+    async def alone(self) -> dict[str, Any]:
+        """The group with the plugin, and no other beside it."""
+        if not self._stock_ended:
+            self._stock_ended = True
+            await asyncio.to_thread(self.stock.end)
+        return await self.group(self.plugin)
+
+    async def part(self, name: str) -> None:
+        title, work = PARTS[name]
+        began = time.monotonic()
+        part = Part(name=name, title=title, began_s=began - self._began, took_s=0.0, figures={})
+        self.results = msgspec.structs.replace(self.results, parts=(*self.results.parts, part))
+        error, left, limit = "", self._until - began, None
+        try:
+            if left <= 0:
+                raise ElasticError("skipped: the time for all parts was spent")
+            async with asyncio.timeout(left) as limit:
+                await work(self)
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            if limit is not None and limit.expired():
+                error = "cut off: the time for all parts was spent"
+        now = self.current
+        problems = [f"slot {case.slot}: {text}" for case in now.cases for text in case.problems]
+        self.add(took_s=time.monotonic() - began, error="; ".join(filter(None, [error, now.error, *problems])))
+        print(
+            f"{part.began_s:6.1f} s  {name} took {self.current.took_s:.1f} s {now.figures} {self.current.error}",
+            flush=True,
+        )
+
+    @property
+    def current(self) -> Part:
+        return self.results.parts[-1]
+
+    def add(self, **fields: Any) -> None:
+        """Change the part that runs, and write the file."""
+        part = msgspec.structs.replace(self.current, **fields)
+        took_s = time.monotonic() - self._began
+        self.results = msgspec.structs.replace(self.results, parts=(*self.results.parts[:-1], part), took_s=took_s)
+        path = self.given.out / f"{NAME}-{self.results.profile}"
+        path.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(self.results)) + b"\n")
+        path.with_suffix(".md").write_text(report.markdown(self.results))
+
+    def add_case(self, case: Case) -> None:
+        self.add(cases=(*self.current.cases, case))
+        print(
+            f"          slot {case.slot} {'load' if case.under_load else 'idle'}: healed {case.healed_s:.2f} s, "
+            f"filled {case.filled_s:.1f} s {'; '.join(case.problems)}",
+            flush=True,
+        )
+
+    def end(self) -> None:
+        if not self._stock_ended:
+            self.stock.end()
+        self.plugin.end()
+
+
+async def _overhead(run: Run) -> None:
+    stock, plugin = await run.group(run.stock), await run.group(run.plugin)
+    run.add(figures={"stock_ready_s": stock["ready_s"], "plugin_ready_s": plugin["ready_s"]})
+    found = await overhead.windows(run.stock, run.plugin, run.given.windows, run.given.window)
+    run.add(windows=found, compared=overhead.compare(found))
+
+
+async def _restart(run: Run) -> None:
+    await run.group(run.stock)
+    figures: dict[str, Any] = {}
+    began = time.monotonic()
+    load = await overhead.restart(run.stock, 1, figures)
+    run.add(figures=figures, load=load.report(), sequences=run.stock.sequences(began, began))
+
+
+async def _kills(run: Run, slots: Sequence[int], *, under_load: bool) -> None:
+    run.add(figures={"ready_s": (await run.alone())["ready_s"]})
+    for slot in slots:
+        run.add_case(await kills.case(run.plugin, slot, under_load=under_load, streams=run.given.streams))
+
+
+async def _load(run: Run) -> None:
+    await _kills(run, kills.slots_of(run.plugin), under_load=True)
+
+
+async def _idle(run: Run) -> None:
+    await _kills(run, kills.slots_of(run.plugin), under_load=False)
+
+
+async def _scale(run: Run) -> None:
+    await run.alone()
+    scene, figures, began = run.plugin, dict[str, Any](), time.monotonic()
+    clients = Clients(scene, [], streams=run.given.streams, router=await scene.router())
+    try:
+        await kills.scale(scene, figures, clients)
+    finally:
+        seen = clients.loads[ROUTER].report()
+        error = f"{seen.errors} errors and {seen.wrong} wrong answers" if seen.errors or seen.wrong else ""
+        run.add(figures=figures, load=seen, sequences=scene.sequences(began, began), error=error)
+
+
+async def _cycles(run: Run) -> None:
+    ranks = run.given.ranks
+    await _kills(run, [2 * cycle % ranks for cycle in range(run.given.cycles)], under_load=True)
+
+
+PARTS: dict[str, tuple[str, Callable[[Run], Awaitable[None]]]] = {
+    "overhead": ("stock and plugin in turn, without a fault", _overhead),
+    "restart": ("SIGKILL of a rank in the stock group, which is started anew", _restart),
+    "load": ("SIGKILL of each slot under load", _load),
+    "idle": ("SIGKILL of each slot of an idle group", _idle),
+    "scale": ("vLLM's own scaling after the refills", _scale),
+    "cycles": ("deaths and refills under load, again and again", _cycles),
+}
+"""In their order: the stock group is ended before the first death in the other one."""
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m chaos.inplace_gpu",
+        description="A vLLM group heals around dead ranks without a restart: kills, refills, scaling, and what the plugin costs.",
+        epilog="example: python -m chaos.inplace_gpu --out /tmp/results --parts load,idle --vllm-python /opt/vllm/bin/python",
+    )
+    add = parser.add_argument
+    add("--profile", choices=("h200", "cpu"), default="h200", help="cpu: vLLM's servers without a GPU")
+    add("--parts", type=_parts, default=tuple(PARTS), help=f"some of: {','.join(PARTS)}; default: all")
+    add("--out", type=Path, required=True, help="folder for results and logs")
+    add("--budget", type=float, default=590.0, metavar="S", help="seconds in all; default: %(default)g")
+    add("--ranks", type=int, default=3, choices=range(2, MOST_RANKS + 1), help="of the group; default: %(default)d")
+    add(
+        "--redundant",
+        type=int,
+        metavar="N",
+        help="rows for further copies of experts; few: deaths leave experts without one",
+    )
+    add(
+        "--balance-every",
+        type=int,
+        metavar="STEPS",
+        help="between two rounds of vLLM's balancer; few: deaths fall into one",
+    )
+    add("--streams", type=int, default=4, help="clients of each rank and of the router; default: %(default)d")
+    add("--cycles", type=int, default=20, help="of the part cycles; default: %(default)d")
+    add("--windows", type=int, default=6, help="pairs of the part overhead; default: %(default)d")
+    add("--window", type=float, default=5.0, metavar="S", help="length of one; default: %(default)g")
+    add("--work", type=Path, help="keeps the model and vLLM's caches; default: a temporary folder's inplace-gpu")
+    add("--vllm-python", type=Path, default=Path(sys.executable), help="interpreter that has vLLM; default: this one")
+    add("--vllm-site", type=Path, help="folder to find vLLM in, before that interpreter's own packages")
+    add("--gpus", type=int, default=2, help="GPUs that the slots share in turn; default: %(default)d")
+    add("--base-port", type=int, default=8100, help="of the stock group's slot 0; default: %(default)d")
+    add("--sync-eplb", action="store_true", help="without the thread that rebalances experts")
+    add("--fork", action="store_true", help="a rank's processes are forked, not started anew (GPUs only)")
+    add("--vllm-cpu", type=Path, default=os.environ.get("VLLM_CPU"), help="what make vllm-env made; default: $VLLM_CPU")
+    given = parser.parse_args(arguments)
+    if min(given.streams, given.cycles, given.windows) < 1 or given.window <= 0:
+        parser.error("--streams, --cycles, --windows and --window must be positive")
+    return given
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    chosen = text.split(",")
+    if unknown := [part for part in chosen if part not in PARTS]:
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; known: {', '.join(PARTS)}")
+    return tuple(part for part in PARTS if part in chosen)
+
+
+def _profile(given: argparse.Namespace, work: Path, *, in_place: bool) -> InPlaceProfile:
+    """Raises ElasticError."""
+    own = work / ("plugin" if in_place else "stock")
+    own.mkdir(parents=True, exist_ok=True)
+    port = given.base_port + (PORTS if in_place else 0)
+    if given.profile == "cpu":
+        if given.vllm_cpu is None:
+            raise ElasticError("--vllm-cpu or VLLM_CPU must name the environment that make vllm-env makes")
+        base = profiles.cpu(own, Path(given.vllm_cpu).absolute(), base_port=port)
+    else:
+        if not gpus():
+            raise ElasticError("no NVIDIA GPU is seen here (nvidia-smi); --profile cpu runs the benchmark without one")
+        base = profiles.h200(
+            own,
+            python=given.vllm_python.absolute(),
+            site=given.vllm_site.absolute() if given.vllm_site else None,
+            gpus=given.gpus,
+            base_port=port,
+            async_eplb=not given.sync_eplb,
+            fork=given.fork,
+        )
+        # one model and one cache for both groups
+        caches = {"VLLM_CACHE_ROOT": str(work / "cache"), "TRITON_CACHE_DIR": str(work / "cache/triton")}
+        base = dataclasses.replace(base, model=work / "model", env=base.env | caches)
+    return of(
+        base,
+        site=work / "site",
+        ranks=given.ranks,
+        in_place=in_place,
+        redundant=given.redundant,
+        balance_every=given.balance_every,
+    )
+
+
+async def benchmark(given: argparse.Namespace, stock: InPlaceProfile, plugin: InPlaceProfile) -> int:
+    def scene(profile: InPlaceProfile, name: str) -> Scene:
+        folder = given.out / f"logs-{name}"
+        folder.mkdir(exist_ok=True)
+        return Scene(profile, folder, lambda line: print(line, flush=True))
+
+    results = Results(
+        machine=machine(),
+        gpus=gpus() if given.profile == "h200" else (),
+        versions=own_versions() | await asyncio.to_thread(rank_versions, stock),
+        profile=given.profile,
+        ranks=given.ranks,
+        args=plugin.args,
+        streams=given.streams,
+        tokens=plugin.tokens,
+        began=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        took_s=0.0,
+        parts=(),
+    )
+    run = Run(scene(stock, "stock"), scene(plugin, "plugin"), given, results)
+    try:
+        for name in given.parts:
+            await run.part(name)
+    finally:
+        run.end()
+    return int(any(part.error for part in run.results.parts))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = _options(arguments)
+    try:
+        work = (given.work or Path(tempfile.gettempdir(), NAME)).absolute()
+        for folder in (work, given.out):
+            folder.mkdir(parents=True, exist_ok=True)
+        profile = {in_place: _profile(given, work, in_place=in_place) for in_place in (False, True)}
+        return run_to_its_end(benchmark(given, profile[False], profile[True]))
+    except Interrupted as interrupted:
+        print(interrupted, file=sys.stderr)
+        return interrupted.exit_code
+    except (ElasticError, OSError, subprocess.SubprocessError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""What the benchmark writes. Moments and durations in seconds; moments since the signal, unless said otherwise."""
+
+from typing import Any
+
+import msgspec
+
+from chaos.machine import Machine
+from chaos.vllm_gpu.load import LoadReport
+from chaos.vllm_gpu.records import Sequence
+
+
+class Silence(msgspec.Struct, frozen=True):
+    """The longest stretch in which a rank's clients got no token."""
+
+    at_s: float
+    took_s: float
+
+    @property
+    def ended_s(self) -> float:
+        return self.at_s + self.took_s
+
+
+class Survivor(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that goes on, as its own clients see it."""
+
+    slot: int
+    right: int
+    wrong: int
+    errors: int
+    heal: Silence | None
+    """Around the heal; its end is the first token after it. None: nobody asked."""
+    refill: Silence | None
+    """Around the commit of the refill."""
+    same_process: bool
+    captures: int
+    """Of graphs, from the signal on: none is right."""
+    modes: dict[str, int]
+    """Steps by graph mode, from the signal on; empty where vLLM does not say."""
+    memory_mb: float
+    """Resident, of engine and workers, after the refill."""
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One death: of the engine and the workers of a slot."""
+
+    slot: int
+    under_load: bool
+    killed: int
+    """Processes."""
+    healed_s: float
+    """Until the daemon says that the others are the group."""
+    answered_s: float
+    """Until every survivor has given another right answer, which takes a request's own time."""
+    filled_s: float
+    """Until the slot serves again."""
+    survivors: tuple[Survivor, ...]
+    victim_errors: int
+    """Of clients that ask the dead rank itself."""
+    router: LoadReport | None
+    """Clients at the router, which replays what the dead rank had."""
+    sequences: tuple[Sequence, ...]
+    gpu_memory_mb: tuple[int, ...]
+    """Used on each GPU, after the refill."""
+    problems: tuple[str, ...]
+
+
+class Window(msgspec.Struct, frozen=True, kw_only=True):
+    """One stretch of load on one group."""
+
+    plugin: bool
+    tokens_per_s: float
+    median_wait_ms: float
+    """Of a client for its next chunk."""
+    p99_wait_ms: float
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """With the plugin relative to stock, pair by pair."""
+
+    ratio: float
+    low: float
+    """95 % of the interval of the mean."""
+    high: float
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    title: str
+    began_s: float
+    """Since the run began."""
+    took_s: float
+    figures: dict[str, Any]
+    """Names end in their unit."""
+    cases: tuple[Case, ...] = ()
+    windows: tuple[Window, ...] = ()
+    compared: dict[str, Compared] = {}
+    load: LoadReport | None = None
+    sequences: tuple[Sequence, ...] = ()
+    error: str = ""
+    """Why it ended early, or what it missed; empty: nothing."""
+
+
+class Results(msgspec.Struct, frozen=True, kw_only=True):
+    machine: Machine
+    gpus: tuple[str, ...]
+    versions: dict[str, str]
+    profile: str
+    ranks: int
+    args: tuple[str, ...]
+    """Of the ranks with the plugin."""
+    streams: int
+    tokens: int
+    began: str
+    took_s: float
+    parts: tuple[Part, ...]
