@@ -8,6 +8,7 @@
 #   make bench-gpu                              kills, refills, scaling and baselines on NVIDIA GPUs; see docs/results
 #   make mutants                                faults put into copies of the code, each to be caught by a scenario
 #   make bench-vllm                             a real vLLM with NIXL EP under healer, on two NVIDIA GPUs
+#   make bench-inplace                          the same where a dead rank's slot is healed in place, without a restart
 #   make bench-autoscale                        load rules in a closed loop, written to docs/results/autoscale.md
 #   make bench-placement VLLM_PYTHON=/a/venv/with/vllm/bin/python
 #                                               the placement planner beside DeepSeek's, written to docs/results/placement.md
@@ -27,7 +28,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help demo test test-vllm vllm-env lint chaos chaos-long mutants bench bench-autoscale bench-gpu bench-vllm \
+.PHONY: help demo test test-vllm vllm-env lint chaos chaos-long mutants bench bench-autoscale bench-gpu bench-vllm bench-inplace \
 	bench-placement clean
 .NOTPARALLEL:
 
@@ -82,6 +83,9 @@ mutants: $(VENV)/.embedded
 # On a machine with GPUs and vLLM 0.33: BENCH_ARGS="--vllm-python PATH" names its interpreter.
 bench-vllm: $(VENV)/.embedded
 	@$(BIN)/python -m chaos.vllm_gpu --out docs/results $(BENCH_ARGS)
+
+bench-inplace: $(VENV)/.embedded
+	@$(BIN)/python -m chaos.inplace_gpu --out docs/results $(BENCH_ARGS)
 
 bench-autoscale: $(VENV)/.dev
 	@$(BIN)/python -m chaos.closed_loop $(BENCH_ARGS)

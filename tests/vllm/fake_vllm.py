@@ -231,6 +231,7 @@ class Rank:
             for child in self.children:
                 child.kill()
                 child.wait()
+            await asyncio.sleep(0.3)  # vLLM's engine ends before the server answers
         self.scaling |= {"is_scaling_elastic_ep": False, "phase": "completed"}
         return 200, {"message": f"Scaled to {size} data parallel engines"}
 

@@ -13,6 +13,8 @@ import pytest
 from elastic import process
 from elastic.controller.records import BootFailed, PhaseBegan, RankBeat, RankGone
 from elastic.errors import ElasticError, Infeasible
+from healer.targets.vllm import scaling
+from healer.targets.vllm.endpoints import Gate
 from healer.targets.vllm.machine import State
 from healer.targets.vllm.records import Part
 from tests.vllm.stand import Stand, standing
@@ -38,6 +40,25 @@ async def test_scaling_reaches_three_four_and_two_ranks_and_ends_retired_servers
         assert [r.outcome for r in (*stand.reports("join"), *stand.reports("retire"))] == ["committed"] * 3
         assert sorted(h.slot for h in stand.target.group.held()) == [0, 1]
         assert stand.incarnations() == {0: 0, 1: 0}, "who stayed is the same process"
+        assert not [e for e in stand.events if isinstance(e, RankGone)], "engines that leave end, and are no loss"
+
+
+async def test_an_engine_that_dies_while_it_is_to_leave_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaling, "LEAVE_S", 0.5)
+    async with standing(tmp_path) as stand:
+        stand.target.scale(3, reason="test")
+        await stand.serves(0, 1, 2)
+        stand.fault("stuck_commit_0")
+        stand.target.scale(2, reason="test")
+        await stand.until(lambda: any(r.look and r.look.gate == Gate.SCALING for r in stand.target.group.live()))
+        os.kill(stand.pid(2, Part.ENGINE), signal.SIGKILL)
+        await stand.until(lambda: stand.reports("retire"))
+        assert "slot 2 died while the group scaled" in stand.reports("retire")[0].reason
+        stand.fault("stuck_commit_0", on=False)
+        stand.clean()
+        await stand.serves(0, 1)
 
 
 @pytest.mark.parametrize("part", [Part.API, Part.ENGINE, Part.WORKER, Part.COORDINATOR])

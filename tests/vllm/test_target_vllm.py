@@ -55,6 +55,7 @@ def nothing_lost(clients: Clients) -> None:
 
 
 async def test_scaling_to_three_and_back_under_load_loses_no_token(group: Deployment) -> None:
+    before = group.incarnations()
     async with (await served(group)).running() as clients:
         for ranks in (3, 2):
             began = time.monotonic()
@@ -62,6 +63,7 @@ async def test_scaling_to_three_and_back_under_load_loses_no_token(group: Deploy
             await asyncio.to_thread(group.healthy, ranks)
             print(f"scaled to {ranks} in {time.monotonic() - began:.1f} s")
     nothing_lost(clients)
+    assert group.incarnations() == before, "who stayed was started anew"
 
 
 async def test_a_killed_engine_is_healed_and_no_client_sees_it(group: Deployment) -> None:
@@ -129,11 +131,13 @@ async def test_a_stopped_process_is_found_while_health_stays_200(group: Deployme
 
 @pytest.mark.slow
 async def test_four_ranks_and_back_to_two(group: Deployment) -> None:
+    before = group.incarnations()
     async with (await served(group)).running() as clients:
         for ranks in (3, 4, 2):
             await asyncio.to_thread(group.scale, ranks)
             await asyncio.to_thread(group.healthy, ranks)
     nothing_lost(clients)
+    assert group.incarnations() == before, "who stayed was started anew"
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from healer.targets.vllm.endpoints import Endpoints
 from healer.targets.vllm.in_place import InPlace
 from healer.targets.vllm.machine import Machine, State
 from healer.targets.vllm.plan import LEAST_RANKS, Facts
-from healer.targets.vllm.records import Held, Role
+from healer.targets.vllm.records import Held, Part, Role
 from healer.targets.vllm.router import RouterLink
 from healer.targets.vllm.starters import Starter
 from healer.targets.vllm.watch import RankWatch
@@ -128,8 +128,16 @@ class Group:
         self.lost = {}
         self.publish()
 
+    def may_end(self, rank: RankWatch) -> bool:
+        """vLLM was asked to leave this rank out, and its engine and worker end when that is done: before the answer to the request
+        comes."""
+        ends = rank.gone is not None and rank.gone.part in (Part.ENGINE, Part.WORKER)
+        return ends and self.pending is not None and rank.held.slot in self.pending.leavers
+
     def on_gone(self, rank: RankWatch) -> None:
-        if rank.held.role == Role.LIVE and rank.gone is not None:
+        if rank.gone is not None and self.may_end(rank):
+            log.info("rank.part_left", slot=rank.held.slot, part=rank.gone.part.value, pid=rank.gone.pid)
+        elif rank.held.role == Role.LIVE and rank.gone is not None:
             log.warning("rank.part_ended", slot=rank.held.slot, part=rank.gone.part.value, pid=rank.gone.pid)
             self.emit(signals.gone(rank, time.monotonic()))
         self.publish()

@@ -19,6 +19,8 @@ from healer.targets.vllm.watch import RankWatch
 
 HEAD_START_S = 240.0
 """For a joiner to come as far as its engine: it waits 300 s for the request to scale, and the request 300 s for it."""
+LEAVE_S = 15.0
+"""Between the end of an engine that leaves and the answer that says so; after that it has died, and the others wait for it."""
 BAD_REQUEST = 400
 
 
@@ -94,7 +96,7 @@ async def scale(
     }
     try:
         while not all(post.done() for post in posts.values()):
-            _check(group, old, joiners, size)
+            _check(group, old, joiners, size, [rank for rank, post in posts.items() if _agreed(post)])
             commits = any(r.look and r.look.scaling and r.look.scaling.phase == Scale.COMMITTING for r in old)
             shut_since = (shut_since or time.monotonic()) if commits else None
             if shut_since is not None and time.monotonic() - shut_since > group.config.deadlines.commit_s:
@@ -110,7 +112,18 @@ async def scale(
         await asyncio.gather(*posts.values(), return_exceptions=True)
 
 
-def _check(group: Group, old: Sequence[RankWatch], joiners: Sequence[RankWatch], size: int) -> None:
+def _agreed(post: "asyncio.Task[str]") -> bool:
+    return post.done() and post.exception() is None
+
+
+def _check(
+    group: Group,
+    old: Sequence[RankWatch],
+    joiners: Sequence[RankWatch],
+    size: int,
+    agreed: Collection[RankWatch],
+) -> None:
+    """`agreed`: those whose answer says that the scaling is done."""
     for rank in joiners:
         if group.starter.ended(rank.held):
             words = group.starter.last_words(rank.held)
@@ -119,7 +132,8 @@ def _check(group: Group, old: Sequence[RankWatch], joiners: Sequence[RankWatch],
         if rank.faulted:
             raise Broken(f"slot {rank.held.slot} met a fault while the group scaled: its part never ends")
     for rank in old:
-        if not rank.alive:
+        left = group.may_end(rank) and (rank in agreed or time.monotonic() - rank.gone_at < LEAVE_S)
+        if not rank.alive and not left:
             raise Broken(f"slot {rank.held.slot} died while the group scaled")
         scaling = rank.look.scaling if rank.look else None
         if scaling is None:
@@ -174,6 +188,9 @@ async def shrink(group: Group, slots: Sequence[int], record: Record) -> None:
     except Refused:
         group.leaving, group.pending = frozenset(), None
         group.publish()
+        for rank in leaving:
+            if rank.gone is not None:  # it was no part of a scaling
+                group.on_gone(rank)
         raise
     for rank in leaving:
         group.set_role(rank.held.slot, Role.RETIRING)

@@ -29,6 +29,7 @@ class RankWatch:
         self.wrong = 0
         self.gone: Process | None = None
         """A watched process that has ended."""
+        self.gone_at = 0.0
         self.refused = False
         """The server that answered before does not take connections any more."""
         self.eplb_stopped = self.sticky = False
@@ -76,7 +77,7 @@ class RankWatch:
     def _ended(self, one: Process, on_gone: Callable[["RankWatch"], None]) -> None:
         self.unwatch()
         if self.gone is None:
-            self.gone = one
+            self.gone, self.gone_at = one, time.monotonic()
             on_gone(self)
 
     def see_processes(self, found: list[Process], on_gone: Callable[["RankWatch"], None]) -> None:
