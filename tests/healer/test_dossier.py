@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from healer.dossier import MAX_PER_SUBJECT, RETRACTS, STANDS_S, STATES, Dossier
+from healer.dossier import MAX_PER_SUBJECT, MAX_SUBJECTS, RETRACTS, STANDS_S, STATES, Dossier
 from healer.evidence import Evidence, GpuRef, HostRef, RankRef, Severity, Subject, What
 from tests.healer.stage import HOST, gpu, pci, unnamed
 from tests.healer.support import rank
@@ -142,6 +142,6 @@ def test_a_source_that_babbles_does_not_fill_the_memory() -> None:
     kept = [one.evidence.value for one in dossier.standing(100.0)]
     assert len(kept) == MAX_PER_SUBJECT
     assert kept[-1] == 10 * MAX_PER_SUBJECT - 1, "the newest are kept"
-    for number in range(6000):
-        dossier.add(seen(What.XID, 1, of=GpuRef("", f"{number:04x}:00:00.0")))
-    assert len(dossier.standing(100.0)) <= 4096 + MAX_PER_SUBJECT
+    for number in range(MAX_SUBJECTS + 1000):
+        dossier.add(seen(What.XID, 1, of=GpuRef("", f"{number:05x}:00:00.0")))
+    assert len(dossier.standing(100.0)) <= MAX_SUBJECTS + MAX_PER_SUBJECT
