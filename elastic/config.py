@@ -80,7 +80,7 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Booted processes without a rank kept on this host, so that a replacement starts at loading weights."""
     spare_gpus: tuple[int, ...] = ()
     """GPU index of each spare, repeated as needed; empty: spare k stands on the GPU of slot k. Only for nixl-ep."""
-    pin_cores: bool = False
+    pin_cores: bool = True
     """Each rank on cores of its own, see `elastic.cores`. Only for nixl-ep, and where there are cores enough."""
     ep_timeout_s: float = 30.0
     """After this long a silent peer is masked by the survivor itself: the fallback, never the plan."""

@@ -1,8 +1,8 @@
 """Each rank on cores of its own, the controller and what it starts on the rest.
 
 The kernel tears a killed process down on the core where it ran, and does not let go of it for each other task that is woken
-there. Whether that is what delays one survivor in ten after a kill on GPUs is to be measured: `make bench-gpu` with and
-without ``--pin-cores``.
+there; processes that start beside a rank take its time too. On two H200 with 32 cores the slowest of 21 survivors of a SIGKILL
+came back after 24 ms with cores of their own and after 44 ms without (docs/architecture.md; `make bench-gpu`, ``--no-pin-cores``).
 """
 
 import os

@@ -75,7 +75,7 @@ def run(
     read again when it changes, and at SIGHUP. Raises ElasticError when it cannot start, Superseded when the lease was
     lost: then nothing was done to serving, and the daemon should be started again."""
     # a witness of a death waits for the interpreter while the loop computes: 5 ms by default, seen in one kill of six
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(0.0001)
     # ... and for a core; without the right to it, the daemon runs like any other process
     process.go_first()
     asyncio.run(_Process(policy, make_target, record, policy_file).run())

@@ -1,8 +1,10 @@
 """Logs: events with fields, to stderr, for people (`console`) or machines (`json`). No secret is ever a field."""
 
+import asyncio
 import logging
 import os
 import sys
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import structlog
@@ -11,6 +13,8 @@ from healer import log_writer
 from healer.log_writer import Stream, Writer
 
 LogFormat = Literal["console", "json"]
+
+SOON_S = 0.05
 
 _writers: list[Writer] = []
 """Of this process's stderr: none before `configure`."""
@@ -26,7 +30,7 @@ def configure(log_format: LogFormat, level: str) -> None:
     on nobody waits for whoever reads stderr: see `healer.log_writer`."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.MaybeTimeStamper(fmt="iso", utc=True),
     ]
     final: list[structlog.typing.Processor]
     if log_format == "json":
@@ -92,16 +96,27 @@ class _Handler(logging.Handler):
 
 
 class LateLog:
-    """Lines that wait until the work is done: whoever reads stderr slowly must not hold up a healing. The owner flushes."""
+    """Lines that wait until the work is done: neither to write them nor whoever reads stderr slowly may hold up a healing. Each
+    has the time at which it was said. The owner flushes."""
 
     def __init__(self, name: str) -> None:
         self._log = structlog.get_logger(name)
         self._lines: list[tuple[str, str, dict[str, Any]]] = []
+        self._due: asyncio.TimerHandle | None = None
 
     def say(self, level: Literal["debug", "info", "warning", "error"], event: str, **fields: Any) -> None:
-        self._lines.append((level, event, fields))
+        stamp = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        self._lines.append((level, event, {"timestamp": stamp} | fields))
 
     def flush(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
         lines, self._lines = self._lines, []
         for level, event, fields in lines:
             getattr(self._log, level)(event, **fields)
+
+    def flush_soon(self) -> None:
+        """Behind what the loop has to do now: a line takes up to a millisecond, and the executor's turn comes first."""
+        if self._lines and self._due is None:
+            self._due = asyncio.get_running_loop().call_later(SOON_S, self.flush)

@@ -106,7 +106,7 @@ class Supervisor:
             self, self._senses, self._roster, self._actions, self._progress, journal,
             lambda: self.policy.spec.detection.process_interval_s,
         )  # fmt: skip
-        self._turns: Turns[Event] = Turns(reception.handle, self._event_failed, self._log.flush)
+        self._turns: Turns[Event] = Turns(reception.handle, self._event_failed, self._log.flush_soon)
         self._started_at = self._last_round = clock.monotonic()
         self._next_housekeeping = self._started_at
         self._started = ""

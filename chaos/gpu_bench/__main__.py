@@ -14,17 +14,17 @@ import msgspec
 
 from chaos.gpu_bench import report
 from chaos.gpu_bench.alone import run_alone
-from chaos.gpu_bench.hang import run_hang
 from chaos.gpu_bench.lab import Lab, Options, utc_now
 from chaos.gpu_bench.parts import run_late, run_main, run_shared
 from chaos.gpu_bench.records import Results
+from chaos.gpu_bench.under_daemon import run_under_daemon
 from chaos.machine import machine, versions
 from elastic.errors import ElasticError
 from healer.interrupt import Interrupted, run_to_its_end
 
 PARTS = (
-    *("copy", "recapture", "kill", "scale", "logits", "orphans", "orphans-wide", "stop", "agent", "shared-gpus"),
-    *("witnesses", "timeout-1s", "timeout-30s"),
+    *("copy", "recapture", "kill", "scale", "logits", "orphans", "orphans-wide", "daemon", "stop", "agent"),
+    *("shared-gpus", "witnesses", "timeout-1s", "timeout-30s"),
 )
 MODELS = {"orphans-wide": ("wide",), "shared-gpus": ("short",), "timeout-1s": ("short",), "timeout-30s": ("short",)}
 
@@ -77,7 +77,7 @@ async def bench(options: Options) -> int:
     # what the targets are about comes first, should the time run out
     await run_alone(lab, "copy", "recapture")
     await run_main(lab)
-    await run_hang(lab)
+    await run_under_daemon(lab)
     await run_alone(lab, "agent")
     await run_shared(lab)
     await run_alone(lab, "witnesses")
@@ -121,7 +121,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
         "--budget", type=_positive, default=570.0, metavar="S", help="seconds in all; default: %(default)g"
     )
     parser.add_argument("--add", action="store_true", help="keep the other parts of the file in --out")
-    parser.add_argument("--pin-cores", action="store_true", help="each rank on cores of its own")
+    parser.add_argument("--no-pin-cores", action="store_true", help="let each rank run on any core")
     parser.add_argument("--seed", type=int, default=0, help="of prompts; default: %(default)s")
     work = Path(tempfile.gettempdir())
     parser.add_argument("--work", type=Path, default=work, help="where checkpoints are kept; default: %(default)s")
@@ -136,7 +136,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
         work=given.work,
         out=given.out,
         add=given.add,
-        pin_cores=given.pin_cores,
+        pin_cores=not given.no_pin_cores,
     )
 
 

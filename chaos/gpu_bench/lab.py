@@ -39,7 +39,7 @@ class Options:
     out: Path
     add: bool = False
     """Keep the parts of the file that is there already, unless they are run again."""
-    pin_cores: bool = False
+    pin_cores: bool = True
 
     def count(self, samples: int) -> int:
         return max(1, round(samples * self.scale))

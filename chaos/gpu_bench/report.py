@@ -26,13 +26,16 @@ class Target:
 
 TARGETS = (
     Target("kill", "stepped_s", "p95", 0.025, False, "s"),
+    Target("daemon", "stepped_s", "p95", 0.025, False, "s"),
     Target("orphans", "stepped_beyond_copy_s", "p95", 0.025, False, "s"),
     Target("orphans-wide", "stepped_beyond_copy_s", "p95", 0.025, False, "s"),
     Target("kill", "refill_pause_s", "p95", 0.005, False, "s"),
+    Target("daemon", "refill_pause_s", "p95", 0.005, False, "s"),
     Target("orphans", "refill_pause_s", "p95", 0.005, False, "s"),
     Target("kill", "refill_excess_s", "p95", 0.005, False, "s"),
     Target("orphans", "refill_excess_s", "p95", 0.005, False, "s"),
     Target("kill", "refill_gap_s", "p95", 0.020, False, "s"),
+    Target("daemon", "refill_gap_s", "p95", 0.020, False, "s"),
     Target("orphans", "refill_gap_s", "p95", 0.020, False, "s"),
     Target("scale", "planned_pause_s", "p95", 0.005, False, "s"),
     Target("scale", "planned_excess_s", "p95", 0.005, False, "s"),

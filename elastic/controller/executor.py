@@ -138,6 +138,7 @@ class Executor:
         if not fresh:
             return
         self._lost |= fresh
+        self._group.hasten(self._lost)
         self._wanted |= dict.fromkeys(fresh, (f"refill after {cause}", detected))
         if self._running is not None:
             self._running.cancel()

@@ -13,7 +13,7 @@ from elastic.controller.link import RankLink
 from elastic.errors import ElasticError, NeedsReplan, Retryable, Unreachable
 from elastic.placement import HOLE, Move, Placement, Plan, losses_without_load
 from elastic.placement.maps import Row
-from elastic.protocol import Commit, Committed, Done, Late, Parked, Peer, Resume, Stage, Staged, StopAt, Switch
+from elastic.protocol import Abort, Commit, Committed, Done, Late, Parked, Peer, Resume, Stage, Staged, StopAt, Switch
 from elastic.view import View
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ T = TypeVar("T")
 EPOCH_SHIFT = 24
 """Dispatch numbers are counted from epoch << EPOCH_SHIFT, so a stale signal word of an earlier epoch never matches."""
 
-BUSY_LEAD = 2
+BUSY_LEAD = 4
 """Rounds between the newest round seen and the one to change before: both orders should arrive before it begins."""
 
 
@@ -149,6 +149,14 @@ class Group:
             return staged
 
         return {slot: one(slot) for slot in view.live}
+
+    def hasten(self, lost: Collection[int]) -> None:
+        """Have the survivors end every wait and drop the step in flight now, ahead of the sequence that orders it in full and
+        takes their answers: until that has its turn in the loop, others may keep it busy for milliseconds."""
+        for slot in self.live:
+            link = self.links.get(slot)
+            if slot not in lost and link is not None:
+                link.tell(Abort(id=link.next_id(), epoch=self.epoch, lost=tuple(lost)))
 
     async def agree(self) -> int:
         """Find a round that no live rank has begun, and have all stand before it unless `switch` comes first. Returns it.

@@ -66,6 +66,10 @@ class RankLink:
         """As Channel.call."""
         return await self._channel.call(message, answer, deadline_s=deadline_s)
 
+    def tell(self, message: Command) -> None:
+        """Send a command whose answer nobody waits for."""
+        self._channel.send(message)
+
     def next_id(self) -> int:
         return self._channel.next_id()
 

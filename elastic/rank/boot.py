@@ -104,8 +104,9 @@ def prepare(config: GroupConfig, slot: int, device: Device | None = None) -> Bas
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    # the agent must get the interpreter within a fraction of a step, also while the loop computes
-    sys.setswitchinterval(0.0005)
+    # agent and loop must get the interpreter from each other within a fraction of a step; at 0.5 ms a commit pause was that
+    # much longer whenever the agent held it
+    sys.setswitchinterval(0.0001)
     watch = Stopwatch()
     watch.spent_s["process"] = _age_s()
     arch = read_architecture(config.checkpoint)

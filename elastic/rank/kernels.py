@@ -11,9 +11,12 @@ that the grid does not grow with the padded room, and ends at once where no row 
 Importing this module needs triton; see `arithmetic` for the choice.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 TILE_ROWS, TILE_DEPTH = 16, 128
 WALKERS = 4
@@ -38,9 +41,13 @@ def _product(  # type: ignore[no-untyped-def]
     TILE_WIDTH: tl.constexpr,  # noqa: N803
     TILE_DEPTH: tl.constexpr,  # noqa: N803
     WALKERS: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
 ) -> None:
     """y[e, :count] = x[e, :count] @ w[e]^T for each e; x [E, room, depth], w [E, width, depth], y [E, room, width]. Without
     counts every row of the room counts."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     expert = tl.program_id(1).to(tl.int64)
     count = room
     if COUNTED:
@@ -83,8 +90,12 @@ def _gate_up(  # type: ignore[no-untyped-def]
     TILE_WIDTH: tl.constexpr,  # noqa: N803
     TILE_DEPTH: tl.constexpr,  # noqa: N803
     WALKERS: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
 ) -> None:
     """h[e, :count] = silu(x @ gate^T) * (x @ up^T); x [E, room, depth], w13 [E, 2 * width, depth], h [E, room, width]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     expert = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + expert)
     x += expert * room * depth
@@ -112,6 +123,15 @@ def _gate_up(  # type: ignore[no-untyped-def]
         tl.store(to, out.to(h.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
+@functools.cache
+def overlap() -> dict[str, bool]:
+    """Programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch and Synchronization"): on Hopper
+    and later a kernel is brought to the multiprocessors while the one before it still runs, and waits there for its end."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9:
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
 def linear(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
     """out [rows, width] = x [rows, depth] @ w^T, w [width, depth]; all contiguous, summed in float32."""
     (rows, depth), width = x.shape, w.shape[0]
@@ -133,6 +153,7 @@ def expert_mlps(x: torch.Tensor, counts: torch.Tensor, w13: torch.Tensor, w2: to
         TILE_WIDTH=tile,
         num_warps=4,
         num_stages=3,
+        **overlap(),
     )
     _launch_product(h, w2, y, counts, experts=experts, room=room, width=hidden, depth=width)
 
@@ -156,6 +177,7 @@ def _launch_product(
         TILE_WIDTH=tile,
         num_warps=4,
         num_stages=4,
+        **overlap(),
     )
 
 

@@ -16,7 +16,9 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from elastic.rank.kernels import overlap
 from elastic.rank.reference import Rows
 
 BLOCK_POSITIONS = 64
@@ -38,9 +40,13 @@ def _norm(  # type: ignore[no-untyped-def]
     ADDED: tl.constexpr,  # noqa: N803
     WIDTH: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
 ) -> None:
     """One program a row: x += delta if ADDED, h = x / rms(x) * w. The sum is rounded before it is normalised, as the
     residual that the next layer reads."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * WIDTH
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
@@ -73,8 +79,12 @@ def _turn_and_store(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr,  # noqa: N803
     DIM: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
 ) -> None:
     """One program for each head vector of each row: queries, keys, then values."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -125,8 +135,12 @@ def _attend(  # type: ignore[no-untyped-def]
     PADDED_GROUP: tl.constexpr,  # noqa: N803
     PADDED_DIM: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
 ) -> None:
     """One program for each KV head of each row; `scale` is that of the scores, times log2(e)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     last = tl.load(positions + row).to(tl.int32)
@@ -174,9 +188,13 @@ def _route(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     PADDED_TOP: tl.constexpr,  # noqa: N803
     LARGEST: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
 ) -> None:
     """One program a row. Whatever the logits, NaN too, a row chooses TOP_K different experts: the exchange has no room
     for a row that comes to an expert twice."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     score = tl.load(logits + row * EXPERTS + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
@@ -210,6 +228,7 @@ def norm(x: torch.Tensor, delta: torch.Tensor | None, w: torch.Tensor, eps: floa
         WIDTH=width,
         BLOCK=block,
         num_warps=4 if block <= 2048 else 8,
+        **overlap(),
     )
     return h
 
@@ -230,6 +249,7 @@ def turn_and_store(
         DIM=dim,
         BLOCK=triton.next_power_of_2(dim),
         num_warps=1,
+        **overlap(),
     )
     return q
 
@@ -248,6 +268,7 @@ def attention(q: torch.Tensor, rows: Rows, cache: torch.Tensor) -> torch.Tensor:
         BLOCK=BLOCK_POSITIONS,
         num_warps=4,
         num_stages=2,
+        **overlap(),
     )
     return out
 
@@ -268,5 +289,6 @@ def route(
         PADDED_TOP=triton.next_power_of_2(top_k),
         LARGEST=LARGEST,
         num_warps=1,
+        **overlap(),
     )
     return weights, physical

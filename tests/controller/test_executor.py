@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -20,9 +21,11 @@ from elastic.channel import Channel
 from elastic.client import Tokens, Traffic, random_prompts
 from elastic.config import GroupConfig
 from elastic.controller.executor import Executor
+from elastic.controller.link import RankLink
 from elastic.controller.records import Event, RankGone, SequenceEnded, SequenceReport
 from elastic.errors import ElasticError, NeedsReplan
 from elastic.protocol import Abort, Commit, Done, Hello, Leave, Query, Status, StopAt, encode
+from elastic.rank.gate import Phase
 from elastic.view import Member
 
 VOCAB = 512
@@ -127,6 +130,39 @@ async def test_a_step_that_is_run_again_by_the_same_ranks_loses_no_token_and_no_
         assert [owner.member(s).pid for s in range(3)] == pids
         report = next(r for r in owner.reports if r.reason.startswith("the step is run again, as the owner asked"))
         assert (report.kind, report.slots, report.outcome) == ("loss", (), "committed")
+
+
+async def test_survivors_let_go_of_the_lost_at_once_however_busy_the_controller_s_loop_is(
+    checkpoint: Path, run_dir: Path
+) -> None:
+    async with group(checkpoint, run_dir) as owner:
+        prompts = random_prompts(6, VOCAB, seed=9)
+        want = await owner.answers(prompts)
+        traffic = Traffic(owner.executor.gateway_http, prompts, 32)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(traffic.run())
+            await traffic.reached(30)
+            owner.heals = False
+            owner.signal(1, signal.SIGSTOP)
+            addresses = {slot: owner.member(slot).address for slot in (0, 2)}
+            owner.executor.lose([1], cause="hang", detected=time.monotonic())
+            with ThreadPoolExecutor(1) as elsewhere:
+                # this waits without giving the loop back: no sequence has begun
+                elsewhere.submit(lambda: asyncio.run(all_stand(addresses))).result(20)
+            assert owner.executor.status().sequence is None
+        assert [a.tokens for a in traffic.answers] == want
+
+
+async def all_stand(addresses: dict[int, str]) -> None:
+    """Raises where these ranks are not parked in time."""
+    for slot, address in addresses.items():
+        link = await RankLink.open(slot, 0, address, "g", lambda _: None, deadline_s=5, observe=True)
+        try:
+            async with asyncio.timeout(5):
+                while (await link.refresh(deadline_s=5)).phase != Phase.PARKED:
+                    pass
+        finally:
+            await link.aclose()
 
 
 async def test_a_rank_that_answers_no_commit_is_given_up_and_the_others_go_on(checkpoint: Path, run_dir: Path) -> None:

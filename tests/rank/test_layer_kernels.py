@@ -80,7 +80,9 @@ kernel = getattr(layer_kernels, name)
 signature = dict(zip(kernel.arg_names, types)) | dict.fromkeys(constants, "constexpr")
 places = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
 compiled = triton.compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options=options)
-print(json.dumps({"shared": compiled.metadata.shared, "mma": "mma" in compiled.asm["ptx"]}))
+ptx = compiled.asm["ptx"]
+waits = "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx
+print(json.dumps({"shared": compiled.metadata.shared, "mma": "mma" in ptx, "waits": waits}))
 """
 
 COMPILED = {
@@ -104,9 +106,12 @@ COMPILED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("overlapped", [False, True], ids=["in turn", "overlapped"])
 @pytest.mark.parametrize("case", COMPILED.values(), ids=COMPILED)
-def test_the_kernels_compile_for_an_h200_within_its_shared_memory(case: tuple[Any, ...]) -> None:
+def test_the_kernels_compile_for_an_h200_within_its_shared_memory(case: tuple[Any, ...], overlapped: bool) -> None:
     pytest.importorskip("triton")
+    name, types, constants, options = case
+    case = name, types, constants | {"PDL": overlapped}, options | ({"launch_pdl": True} if overlapped else {})
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, json.dumps(case)], capture_output=True, text=True, timeout=120
     )
@@ -114,6 +119,7 @@ def test_the_kernels_compile_for_an_h200_within_its_shared_memory(case: tuple[An
     report = json.loads(done.stdout)
     assert report["shared"] <= 99 << 10
     assert report["mma"] or case[0] != "_attend"
+    assert report["waits"] == overlapped, "a kernel that starts early waits for what it reads"
 
 
 # --- the check at start ------------------------------------------------------------------------------------------------

@@ -75,9 +75,10 @@ class Target(Model):
     memory, and on a GPU a context. One that was used is replaced when the group has not changed for 5 s."""
     spare_gpus: Annotated[tuple[CountOrZero, ...], Listed] = ()
     """GPU index of each spare, repeated as needed; empty: spare k is on the GPU of slot k. For nixl-ep only."""
-    pin_cores: bool = False
+    pin_cores: bool = True
     """Each rank on cores of its own, the daemon and spares on a quarter of all, so that what the kernel does for a process that
-    begins or ends holds up no other. For nixl-ep only, and where each rank can have 4; a control group may narrow them."""
+    begins or ends holds up no other. For nixl-ep only, and where each rank can have 4. Groups that share a host need cores of
+    their own from its control groups, or `false`."""
     slot_labels: Annotated[tuple[SlotLabels, ...], Listed] = ()
     """Labels of slots, for `match.labels` of a rule."""
     gateway: Gateway = Field(default_factory=Gateway)
