@@ -40,7 +40,8 @@ class CudaStepGraph:
                 self._step(self.rows, nodes)
             torch.cuda.current_stream().wait_stream(side)
             torch.cuda.synchronize()
-            with torch.cuda.graph(self._graph, pool=self._pool):
+            # thread_local: what the agent's threads ask of the device meanwhile is no part of the graph and must not end it
+            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._step(self.rows, nodes)
             # its first launch brings it to the device (7 ms for 58 layers on an H200), and must not be a step that others wait for
             self._graph.replay()

@@ -6,7 +6,9 @@ registered, and before each replay it refuses to run when one of them has moved.
 built, as a graph does; a tensor swapped in an attribute afterwards is therefore not used, on either device.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -55,6 +57,20 @@ class StepGraph(Protocol):
         ...
 
 
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """The garbage of this process may hold graphs and device memory: to free them is forbidden while a graph is captured, and
+    ends the capture (cudaErrorStreamCaptureInvalidated, seen on an H200)."""
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class StepGraphs:
     """The graphs of a rank by row count, and the counters that prove that nothing was captured anew."""
 
@@ -72,8 +88,9 @@ class StepGraphs:
 
     def capture(self) -> None:
         """Capture every size that is not captured yet, largest first, so that smaller ones fit its memory."""
-        for rows in reversed(self._sizes):
-            if rows not in self._graphs:
+        missing = [rows for rows in reversed(self._sizes) if rows not in self._graphs]
+        with _nothing_collected() if missing else contextlib.nullcontext():
+            for rows in missing:
                 graph = self._make(rows)
                 graph.capture()
                 self._graphs[rows] = graph

@@ -1,3 +1,4 @@
+import gc
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -63,6 +64,36 @@ def test_a_second_capture_captures_nothing() -> None:
     graphs.capture()
     assert graphs.complete
     assert graphs.captures == 2
+
+
+class Garbage:
+    """Of an earlier model: a cycle, freed whenever Python looks for such."""
+
+    def __init__(self, freed: list[str]) -> None:
+        self.freed, self.itself = freed, self
+
+    def __del__(self) -> None:
+        self.freed.append("freed")
+
+
+def test_nothing_is_freed_while_graphs_are_captured_but_all_of_it_before() -> None:
+    world, freed, at_begin = World(), list[str](), list[int]()
+
+    def step(rows: int, nodes: Nodes) -> None:
+        at_begin.append(len(freed))
+        Garbage(freed)
+        for _ in range(3 * sum(gc.get_threshold())):
+            cycle: list[object] = []
+            cycle.append(cycle)
+        world.step(rows, nodes)
+
+    Garbage(freed)
+    StepGraphs((4, 8), lambda rows: CpuStepGraph(rows, step, world.buffers)).capture()
+    assert len(at_begin) == 4
+    assert set(at_begin) == {1}
+    assert gc.isenabled()
+    gc.collect()
+    assert len(freed) == 5
 
 
 @pytest.mark.parametrize("name", ["input", "weight", "output", "received"])
