@@ -36,6 +36,28 @@ def test_a_continued_request_gets_the_tokens_that_an_undisturbed_one_gets() -> N
     assert whole == [real.token(prompt, len(prompt) + at) for at in range(8)]
 
 
+def test_a_forked_engine_does_not_keep_the_port_on_which_its_parent_listens() -> None:
+    script = """
+import os, signal, socket, sys
+sys.path.insert(0, sys.argv[1])
+import vllm_stub_worker
+os.register_at_fork(after_in_child=vllm_stub_worker.let_go_of_listeners)
+here = socket.create_server(("127.0.0.1", 0))
+mine, other = socket.socketpair()
+child = os.fork()
+if not child:
+    other.send(b"up")
+    signal.pause()
+assert mine.recv(2) == b"up"
+port = here.getsockname()[1]
+here.close()
+socket.create_server(("127.0.0.1", port)).close()
+os.kill(child, signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(real.STUB)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_fault_of_the_exchange_is_met_by_all_ranks_or_by_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

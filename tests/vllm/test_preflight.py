@@ -62,6 +62,7 @@ def test_a_deployment_made_for_it_has_nothing_to_complain_about() -> None:
         ("settle", GOOD + ' --fault-tolerance-config {"engine_recovery_timeout_sec":45}', {}),
         ("stall-after", GOOD, {"stall_after_s": 10.0}),
         ("model-runner", GOOD + " --no-async-scheduling", {"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}),
+        ("fork", GOOD, {"environment": {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}}),
         ("drafter", GOOD + ' --speculative-config {"method":"deepseek_mtp"}', {}),
         ("prefix-cache", GOOD.replace("--no-enable-prefix-caching ", ""), {}),
         ("communicator", GOOD + " --eplb-config.communicator pynccl", {}),

@@ -232,6 +232,17 @@ def runner(d: Deployment) -> Iterator[Finding]:
         yield Finding("model-runner", Level.ERROR, what, "remove VLLM_USE_V2_MODEL_RUNNER=0 or --no-async-scheduling")
 
 
+def forked(d: Deployment) -> Iterator[Finding]:
+    """v1/engine/utils.py: an API server starts its engine while it listens for the handshake, and a forked engine keeps the
+    socket; distributed/elastic_ep/external_elastic_ep.py listens there again when the group grows. Seen on vLLM 0.33."""
+    if (
+        d.arguments.flag("enable-elastic-ep")
+        and d.environment.get("VLLM_WORKER_MULTIPROC_METHOD", "").strip() == "fork"
+    ):
+        what = "forked engines keep the handshake port, so a scale-up fails (address in use) and becomes a restart"
+        yield Finding("fork", Level.WARNING, what, "remove VLLM_WORKER_MULTIPROC_METHOD=fork")
+
+
 def drafter(d: Deployment) -> Iterator[Finding]:
     """v1/worker/gpu/eplb_utils.py: a drafter with experts of its own is refused; a dense one is not."""
     method = str(d.arguments.config("speculative-config").get("method", ""))
@@ -293,6 +304,7 @@ RULES: tuple[Rule, ...] = (
     timeouts,
     retry_in_time,
     runner,
+    forked,
     drafter,
     prefix_cache,
     communicator,

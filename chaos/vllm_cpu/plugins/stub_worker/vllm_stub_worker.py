@@ -16,6 +16,7 @@ Faults are files in $VLLM_STUB_FAULT_DIR. They are taken once, except `hang_`, w
 
 # mypy: disable-error-code="import-not-found, import-untyped"
 import os
+import socket
 import threading
 import time
 import zlib
@@ -221,6 +222,22 @@ def fork() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     CpuPlatform.check_and_update_config = classmethod(and_fork)
+    os.register_at_fork(after_in_child=let_go_of_listeners)
+
+
+def let_go_of_listeners() -> None:
+    """In a forked child. vLLM's API server starts its engine while it listens for the engine's handshake; an engine that keeps
+    that socket too makes every later scaling fail, for which rank 0 listens on the same port again (address in use)."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as copy:
+                listens = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                )
+            if listens:
+                os.close(int(name))
+        except OSError:
+            continue
 
 
 def register() -> None:
