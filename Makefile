@@ -47,11 +47,11 @@ test: $(VENV)/.dev
 VLLM_CPU ?= .vllm-cpu
 VLLM_TESTS ?= quick
 vllm-env: $(VLLM_CPU)/.ready
-$(VLLM_CPU)/.ready:
+$(VLLM_CPU)/.ready: | $(if $(SHARE),$(VENV)/.dev)
 	chaos/vllm_cpu/make.sh $(VLLM_CPU)
 
 test-vllm: $(VENV)/.dev $(VLLM_CPU)/.ready
-	VLLM_CPU=$(abspath $(VLLM_CPU)) $(BIN)/python -m pytest -s tests/vllm/test_target_vllm.py \
+	VLLM_CPU=$(abspath $(VLLM_CPU)) $(BIN)/python -m pytest -s tests/vllm/test_target_vllm.py tests/vllm/test_inplace_group.py \
 		-m "vllm$(if $(filter slow,$(VLLM_TESTS)),, and not slow)" $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev

@@ -9,7 +9,6 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,12 +23,12 @@ from rich.console import Console
 
 from chaos import inject, sensor_bench
 from chaos.bench_report import Bench, Quiet, Sample, SensorTimes, quantile, show, summarise
+from chaos.command import end, make_model, run_command, utc_now, write_json
 from chaos.machine import machine, versions
 from elastic.client import Answer, Tokens, Traffic, random_prompts, stream
 from elastic.errors import ElasticError
 from healer import drill
 from healer.deployment import Deployment, eventually
-from healer.interrupt import Interrupted, run_to_its_end
 
 RANKS, MAX_RANKS, SLOTS_PER_RANK, VOCAB = 4, 6, 8, 512
 REQUESTS, TOKENS = 16, 64
@@ -218,7 +217,7 @@ async def _sensors(count: int, out: Console) -> SensorTimes:
 
 
 async def _bench(options: Options, out: Console) -> int:
-    facts, began = machine(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    facts, began = machine(), utc_now()
     target = {
         "ranks": RANKS,
         "maxRanks": MAX_RANKS,
@@ -228,8 +227,7 @@ async def _bench(options: Options, out: Console) -> int:
     deployment = Deployment(Path("model"), target=target)
     keep = False
     try:
-        model = ("-m", "elastic.tools.make_checkpoint", str(deployment.root / "model"), "--vocab", str(VOCAB))
-        await asyncio.to_thread(subprocess.run, [sys.executable, *model], check=True, capture_output=True)
+        await make_model(deployment.root / "model", VOCAB)
         run = Run(options, deployment, out.print)
         samples = await deployment.watched(run.faults())
         quiet = await run.quiet()
@@ -240,9 +238,7 @@ async def _bench(options: Options, out: Console) -> int:
         keep = True
         raise
     finally:
-        deployment.end(keep=keep)
-        if keep:
-            print(f"logs, journal and policy are kept in {deployment.root}", file=sys.stderr)
+        end(deployment, keep=keep)
     bench = Bench(
         machine=facts,
         versions=versions(),
@@ -257,22 +253,14 @@ async def _bench(options: Options, out: Console) -> int:
         problems=tuple(p for s in samples for p in s.problems),
     )
     show(bench, out)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_bytes(msgspec.json.format(msgspec.json.encode(bench)) + b"\n")
+    write_json(options.out, bench)
     out.print(f"written to {options.out}")
     return int(bool(bench.problems))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    try:
-        return run_to_its_end(_bench(options, Console(highlight=False, width=100)))
-    except Interrupted as interrupted:
-        print(interrupted, file=sys.stderr)
-        return interrupted.exit_code
-    except (ElasticError, OSError, subprocess.CalledProcessError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return run_command(lambda: _bench(options, Console(highlight=False, width=100)))
 
 
 def _options(arguments: Sequence[str] | None) -> Options:

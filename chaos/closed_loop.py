@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,12 +22,12 @@ from rich.console import Console
 
 from chaos.bench_report import quantile
 from chaos.closed_loop_report import Asked, Loop, Moment, Run, Summary, plot, show, write_markdown
+from chaos.command import end, make_model, run_command, utc_now
 from chaos.load_shape import HIGH, Shape
 from chaos.machine import machine, versions
 from elastic.client import Answer, Tokens, random_prompts, stream
 from elastic.errors import ElasticError
 from healer.deployment import Deployment
-from healer.interrupt import Interrupted, run_to_its_end
 
 FEWEST, MOST, SLOTS_PER_RANK, MAX_SEQS, VOCAB, TOKENS = 2, 6, 8, 4, 512, 24
 DEADLINE_S, SAMPLE_S = 120.0, 0.5
@@ -129,9 +128,7 @@ async def _one(name: str, model: Path, options: Options, say: Callable[[str], No
         keep = bool(drive.problems)
         await deployment.stop()
     finally:
-        deployment.end(keep=keep)
-        if keep:
-            print(f"logs, journal and policy are kept in {deployment.root}", file=sys.stderr)
+        end(deployment, keep=keep)
     run = Run(
         name=name,
         summary=summarise(drive.asked, drive.moments, shape),
@@ -192,13 +189,12 @@ def followed(run: Run) -> tuple[str, ...]:
 
 
 async def _loop(options: Options, out: Console) -> int:
-    facts, began = machine(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    facts, began = machine(), utc_now()
     bounds = {"minRanks": FEWEST, "maxRanks": MOST}
     store = Deployment(Path("model"))  # a place for the model that all runs share
     try:
         model = store.root / "model"
-        made = ("-m", "elastic.tools.make_checkpoint", str(model), "--vocab", str(VOCAB))
-        await asyncio.to_thread(subprocess.run, [sys.executable, *made], check=True, capture_output=True)
+        await make_model(model, VOCAB)
         plans: tuple[tuple[str, dict[str, Any]], ...] = (
             ("load rules", {"ranks": FEWEST, "load": RULES, "bounds": bounds}),
             (f"always {FEWEST} ranks", {"ranks": FEWEST}),
@@ -235,15 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if not 0.1 <= given.pace <= 100:
         parser.error("--pace: expected 0.1 to 100")
-    try:
-        options = Options(given.pace, given.seed, given.out)
-        return run_to_its_end(_loop(options, Console(highlight=False, width=100)))
-    except Interrupted as interrupted:
-        print(interrupted, file=sys.stderr)
-        return interrupted.exit_code
-    except (ElasticError, OSError, subprocess.CalledProcessError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    options = Options(given.pace, given.seed, given.out)
+    return run_command(lambda: _loop(options, Console(highlight=False, width=100)))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -25,13 +24,13 @@ import psutil
 from rich.console import Console
 
 from chaos import inject
+from chaos.command import end, make_model, run_command, utc_now, write_json
 from chaos.machine import machine, versions
 from chaos.soak_report import Growth, Hit, Reading, Request, Soak, grown, write_markdown
 from elastic.client import Answer, Tokens, Traffic, random_prompts, stream
 from elastic.errors import ElasticError
 from elastic.view import Member
 from healer.deployment import Deployment, eventually
-from healer.interrupt import Interrupted, run_to_its_end
 
 RANKS, MAX_RANKS, SLOTS_PER_RANK, VOCAB = 4, 6, 8, 512
 CLIENTS, TOKENS, PROMPTS = 8, 48, 32
@@ -262,13 +261,12 @@ class Run:
 
 
 async def _soak(options: Options, out: Console) -> int:
-    began, facts = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), machine()
+    began, facts = utc_now(), machine()
     target: dict[str, Any] = {"ranks": RANKS, "maxRanks": MAX_RANKS, "slotsPerRank": SLOTS_PER_RANK}
     deployment = Deployment(Path("model"), target=target)
     keep = True
     try:
-        command = ("-m", "elastic.tools.make_checkpoint", str(deployment.root / "model"), "--vocab", str(VOCAB))
-        await asyncio.to_thread(subprocess.run, [sys.executable, *command], check=True, capture_output=True)
+        await make_model(deployment.root / "model", VOCAB)
         run = Run(options, deployment, out.print)
         clients = await run.soak()
         problems = [*run.problems, *clients.problems]
@@ -279,12 +277,9 @@ async def _soak(options: Options, out: Console) -> int:
         problems += [f"left running after stop: {line}" for line in left]
         keep = bool(problems)
     finally:
-        deployment.end(keep=keep)
-        if keep:
-            print(f"logs, journal and policy are kept in {deployment.root}", file=sys.stderr)
+        end(deployment, keep=keep)
     report = _report(began, facts, options, run, clients, growth, problems)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    write_json(options.out, report)
     write_markdown(report, options.out.with_suffix(".md"))
     out.print(f"{dict(clients.requests)}; {len(run.hits)} faults; {len(problems)} problems; written to {options.out}")
     for problem in problems:
@@ -319,14 +314,7 @@ def _report(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    try:
-        return run_to_its_end(_soak(options, Console(highlight=False, width=100)))
-    except Interrupted as interrupted:
-        print(interrupted, file=sys.stderr)
-        return interrupted.exit_code
-    except (ElasticError, OSError, subprocess.CalledProcessError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return run_command(lambda: _soak(options, Console(highlight=False, width=100)))
 
 
 def _options(arguments: Sequence[str] | None) -> Options:

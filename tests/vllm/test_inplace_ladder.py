@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic import process
-from elastic.controller.records import BootFailed, RankGone
+from elastic.controller.records import BootFailed
 from elastic.vllm.client import Coordination, NoAnswer
 from healer.targets.vllm.machine import State
-from healer.targets.vllm.records import Part
+from tests.vllm.deaths import broken_rules, engines, hang, kill
 from tests.vllm.stand import FAKE, Stand, standing
 
 pytestmark = pytest.mark.timeout(120)
@@ -46,22 +43,8 @@ async def with_plugin(folder: Path, ranks: int = 3, *, state: str = "ready", rea
         yield stand
 
 
-async def kill(stand: Stand, slot: int, *, replace: bool) -> None:
-    os.kill(stand.pid(slot, Part.ENGINE), signal.SIGKILL)
-    await stand.until(lambda: any(isinstance(e, RankGone) and e.member.slot == slot for e in stand.events))
-    stand.target.lose([slot], cause="process-death", detected=0.0, replace=replace)
-
-
-def engines(stand: Stand, *slots: int) -> list[tuple[int, int]]:
-    return [(stand.pid(slot), stand.pid(slot, Part.ENGINE)) for slot in slots]
-
-
 def orders(folder: Path) -> list[str]:
     return [json.loads(line)["do"] for line in (folder / "group/coordination").read_text().splitlines()]
-
-
-def kept_the_rules(folder: Path) -> bool:
-    return not (folder / "group/broken_rules").exists()
 
 
 @pytest.mark.parametrize("slot", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
@@ -82,19 +65,14 @@ async def test_a_lost_rank_is_replaced_while_the_others_keep_their_processes_and
             ("join", "committed"),
         ]
         assert [p.name for p in stand.reports("loss")[0].phases] == ["fence", "order", "verify"]
-        assert kept_the_rules(tmp_path)
+        assert broken_rules(tmp_path) == []
         assert stand.target.group.holes == {}
 
 
 async def test_a_hung_rank_is_ended_before_the_others_go_on(tmp_path: Path) -> None:
     async with with_plugin(tmp_path) as stand:
-        engine = stand.pid(1, Part.ENGINE)
-        started = process.start_time(engine)
-        os.kill(engine, signal.SIGSTOP)
-        stand.target.lose([1], cause="stopped", detected=0.0, replace=False)
-        await stand.serves(0, 2)
-        assert not process.is_alive(engine, started)
-        assert kept_the_rules(tmp_path)
+        await hang(stand, 1, rest=(0, 2))
+        assert broken_rules(tmp_path) == []
         assert stand.incarnations() == {0: 0, 2: 0}
 
 
@@ -163,7 +141,7 @@ async def test_after_a_commit_that_failed_those_who_live_are_brought_together_ag
         assert stand.reports("join")[0].outcome == "rolled-back"
         assert engines(stand, 0, 2) == before
         assert len(list((tmp_path / "group/orders").iterdir())) == 2, "one for the loss, one after the commit"
-        assert kept_the_rules(tmp_path)
+        assert broken_rules(tmp_path) == []
 
 
 async def test_a_rank_that_dies_while_another_is_replaced_comes_first(tmp_path: Path) -> None:
@@ -178,7 +156,7 @@ async def test_a_rank_that_dies_while_another_is_replaced_comes_first(tmp_path: 
         await kill(stand, 3, replace=True)
         await stand.serves(0, 1, 2, 3)
         assert engines(stand, 0, 2) == before
-        assert kept_the_rules(tmp_path)
+        assert broken_rules(tmp_path) == []
 
 
 async def test_the_next_daemon_fills_the_place_that_the_last_one_left_empty(tmp_path: Path) -> None:

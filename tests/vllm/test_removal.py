@@ -1,7 +1,6 @@
 """Going on without a dead rank by `scale_down` of vLLM pull request 46370, over processes that speak it and hold its rules; and
 that a stock vLLM is never sent it."""
 
-import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -10,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic import process
-from elastic.controller.records import RankGone
 from healer.targets.vllm.machine import State
 from healer.targets.vllm.records import Part
+from tests.vllm.deaths import broken_rules, engines, hang, kill
 from tests.vllm.stand import Stand, standing
 
 pytestmark = pytest.mark.timeout(120)
@@ -30,30 +28,16 @@ async def able(tmp_path: Path, ranks: int = 3) -> AsyncIterator[Stand]:
         yield stand
 
 
-async def kill(stand: Stand, slot: int, *, replace: bool) -> None:
-    os.kill(stand.pid(slot, Part.ENGINE), signal.SIGKILL)
-    await stand.until(lambda: any(isinstance(e, RankGone) and e.member.slot == slot for e in stand.events))
-    stand.target.lose([slot], cause="process-death", detected=0.0, replace=replace)
-
-
-def processes(stand: Stand, *slots: int) -> list[tuple[int, int]]:
-    return [(stand.pid(slot), stand.pid(slot, Part.ENGINE)) for slot in slots]
-
-
-def broken_rules(folder: Path) -> list[object]:
-    return [json.loads(path.read_text()) for path in (folder / "group/broken_rules").glob("*")]
-
-
 @pytest.mark.parametrize("slot", [0, 1, 2])
 async def test_the_others_serve_on_in_the_same_processes_whichever_rank_dies(tmp_path: Path, slot: int) -> None:
     async with able(tmp_path) as stand:
         rest = tuple(s for s in (0, 1, 2) if s != slot)
-        before = processes(stand, *rest)
+        before = engines(stand, *rest)
         await kill(stand, slot, replace=False)
         await stand.serves(*rest)
         assert [r.outcome for r in stand.reports("loss")] == ["committed"]
         assert [p.name for p in stand.reports("loss")[0].phases] == ["fence", "detect", "remove", "verify"]
-        assert processes(stand, *rest) == before
+        assert engines(stand, *rest) == before
         assert {h.slot: (h.dp_rank, h.incarnation) for h in stand.target.group.held()} == {s: (s, 1) for s in rest}
         assert broken_rules(tmp_path) == []
         rounds = list((tmp_path / "group/rounds").iterdir())
@@ -63,12 +47,7 @@ async def test_the_others_serve_on_in_the_same_processes_whichever_rank_dies(tmp
 
 async def test_a_hung_rank_is_ended_before_the_others_are_told_to_go_on_without_it(tmp_path: Path) -> None:
     async with able(tmp_path) as stand:
-        engine = stand.pid(1, Part.ENGINE)
-        started = process.start_time(engine)
-        os.kill(engine, signal.SIGSTOP)
-        stand.target.lose([1], cause="stopped", detected=0.0, replace=False)
-        await stand.serves(0, 2)
-        assert not process.is_alive(engine, started)
+        await hang(stand, 1, rest=(0, 2))
         assert broken_rules(tmp_path) == []
 
 
@@ -130,12 +109,12 @@ async def test_the_next_daemon_knows_that_a_rank_was_removed(tmp_path: Path) -> 
     async with able(tmp_path) as stand:
         await kill(stand, 1, replace=False)
         await stand.serves(0, 2)
-        before = processes(stand, 0, 2)
+        before = engines(stand, 0, 2)
         await stand.target.close()
         assert await stand.another().start() == "adopted 2 ranks"
         group = stand.target.group
         assert (group.removed, group.launch_size, group.can_remove) == ((1,), 3, True)
-        assert processes(stand, 0, 2) == before
+        assert engines(stand, 0, 2) == before
 
 
 async def test_two_ranks_are_not_left_with_one(tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
 """The parts of `chaos.vllm_gpu` that need neither a GPU nor vLLM."""
 
 import asyncio
-import json
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -14,21 +12,14 @@ import pytest
 
 from chaos.machine import machine
 from chaos.vllm_gpu import __main__ as scenario
-from chaos.vllm_gpu import profile as profiles
 from chaos.vllm_gpu.boot import gaps
 from chaos.vllm_gpu.load import Load, LoadReport, reference
 from chaos.vllm_gpu.parts import PARTS
-from chaos.vllm_gpu.profile import Profile
 from chaos.vllm_gpu.records import Part, Phase, Results, Sequence
 from chaos.vllm_gpu.report import markdown
 from elastic.errors import ElasticError
-from healer.policy.load import parse_policy
-from healer.policy.schema import VllmTarget
-from healer.targets.vllm.deployment import read
-from healer.targets.vllm.preflight import check
-from tests.vllm.real import ENVIRONMENT
+from tests.vllm.gpu_profiles import KNOWN_ERRORS, as_the_daemon_reads, dry_run, errors, needs_servers, profile_of
 from tests.vllm.router_fakes import FakeRank, Fault, right_tokens
-from tests.vllm.stand import free_base
 
 SMALL = {
     "hidden_size": 512,
@@ -100,31 +91,15 @@ def test_a_model_whose_parts_do_not_fit_its_hidden_size_is_refused() -> None:
         model.weights(model.CONFIG | SMALL | {"moe_intermediate_size": 256})
 
 
-def profile_of(folder: Path, kind: str) -> Profile:
-    if kind == "h200":
-        return profiles.h200(folder, python=Path(sys.executable), site=folder / "site", gpus=2)
-    (folder / "overlay033").mkdir(exist_ok=True)
-    return profiles.cpu(folder, folder)
-
-
 @pytest.mark.parametrize("kind", ["h200", "cpu"])
 def test_the_policy_is_valid_and_the_preflight_finds_nothing_that_stops_it(tmp_path: Path, kind: str) -> None:
-    profile = profile_of(tmp_path, kind)
-    document = {"apiVersion": "healer/v1", "kind": "Policy", "metadata": {"name": "p"}}
-    text = json.dumps(document | {"spec": profile.policy(tmp_path / "run")})
-    policy = parse_policy(text, name="p", base=tmp_path)
-    target = policy.spec.target
-    assert isinstance(target, VllmTarget)
-    errors = [f.what for f in check(read(policy, target)) if f.level == "error"]
-    # the stub workers exchange nothing, and vLLM does not ask which back end they stand for
-    assert errors == (
-        [] if kind == "h200" else ["fault tolerance does not work with the all2all backend allgather_reducescatter"]
-    )
+    _, deployment = as_the_daemon_reads(profile_of(tmp_path, kind), tmp_path)
+    assert errors(deployment) == KNOWN_ERRORS[kind]
 
 
 def test_the_launcher_gives_the_slots_the_gpus_in_turn(tmp_path: Path) -> None:
     profile = profile_of(tmp_path, "h200")
-    package = tmp_path / "site/vllm/entrypoints/cli"
+    package = tmp_path / "packages/vllm/entrypoints/cli"
     package.mkdir(parents=True)
     (package / "main.py").write_text("import os\ndef main(): print(os.environ['CUDA_VISIBLE_DEVICES'])\n")
     seen = [
@@ -275,29 +250,7 @@ async def test_a_server_that_is_gone_is_an_error_for_each_request_and_no_crash(r
     assert found.wrong == 0
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--profile", "cpu", "--vllm-cpu", "/nowhere"], "/nowhere: no overlay033 in it"),
-        (["--profile", "h200"], "no NVIDIA GPU is seen here"),
-    ],
-)
-def test_without_what_it_needs_the_command_ends_with_one_sentence(
-    tmp_path: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
-    assert scenario.main([*arguments, "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]) == 1
-    assert says in capsys.readouterr().err
-
-
-def test_an_unknown_part_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        scenario.main(["--parts", "start,explode", "--out", str(tmp_path)])
-    assert ended.value.code == 2
-    assert "unknown: explode" in capsys.readouterr().err
+# --- the report ------------------------------------------------------------------------------------------------------
 
 
 def test_the_report_names_what_a_part_missed() -> None:
@@ -355,11 +308,9 @@ def test_the_report_names_what_a_part_missed() -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.skipif(not (ENVIRONMENT / "overlay033").is_dir(), reason="VLLM_CPU names no environment; make vllm-env")
+@needs_servers
 def test_the_whole_scenario_loses_nothing_under_healer_and_the_group_without_it_serves_nothing(tmp_path: Path) -> None:
-    arguments = ["--profile", "cpu", "--vllm-cpu", str(ENVIRONMENT), "--budget", "2300"]
-    arguments += ["--base-port", str(free_base()), "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
-    assert scenario.main(arguments) == 0
+    assert scenario.main(dry_run(tmp_path, budget_s=2300)) == 0
     found = msgspec.json.decode((tmp_path / "out/vllm-gpu-cpu.json").read_bytes(), type=Results)
     parts = {part.name: part for part in found.parts}
     assert list(parts) == list(PARTS)
