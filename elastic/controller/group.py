@@ -152,7 +152,9 @@ class Group:
 
     def hasten(self, lost: Collection[int]) -> None:
         """Have the survivors end every wait and drop the step in flight now, ahead of the sequence that orders it in full and
-        takes their answers: until that has its turn in the loop, others may keep it busy for milliseconds."""
+        takes their answers: until that has its turn in the loop, others may keep it busy for milliseconds. In an epoch of its
+        own, since no rank is given the same order twice in one."""
+        self.epoch += 1
         for slot in self.live:
             link = self.links.get(slot)
             if slot not in lost and link is not None:
