@@ -31,6 +31,8 @@ def make() -> Any:
             super().__init__(*args, **options)
             self.group: Any = None
             self.prepared: Any = None
+            self.standby: Any = None
+            self.request: Any = None
             self.failed: list[Exception] = []
             self.stop = threading.Event()
 
@@ -66,6 +68,23 @@ def make() -> Any:
             if scheduled.total_num_scheduled_tokens:
                 self.step_together()
             return super().execute_model(scheduled)
+
+        def elastic_ep_execute(self, method: str, *args: Any, **options: Any) -> Any:
+            if method == "start_async":
+                self.request = args[1]
+            return super().elastic_ep_execute(method, *args, **options)
+
+        def scale(self, method: str) -> None:
+            """vLLM's own scaling: those who stay meet the newcomers, who start in the same store, and change over at the commit."""
+            super().scale(method)
+            if method == "prepare_reconfiguration":
+                asked = self.request
+                store = get_cached_tcp_store_client(asked.new_data_parallel_master_ip, asked.coord_store_port)
+                members = tuple(range(asked.new_data_parallel_size))
+                self.standby = self.meet(store, "start/worker", members, START_S)
+            elif method in ("commit_scale_up", "commit_scale_down") and self.request is not None:
+                groups.leave(self, "group")
+                self.group, self.standby, self.request = self.standby, None, None
 
         def healer_probe(self) -> tuple[str, str]:
             return "ready", ""
