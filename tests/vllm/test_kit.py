@@ -72,15 +72,25 @@ def test_a_fault_of_the_exchange_is_met_by_all_ranks_or_by_none(
 
     step(0)
     assert met == []
-    (tmp_path / "raise_step_together").touch()
+    armed = tmp_path / "raise_step_together"
+    armed.touch()
     step(0)  # the other does not come
     assert met == []
-    threads = [threading.Thread(target=step, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+
+    def together() -> None:
+        threads = [threading.Thread(target=step, args=(rank,)) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+
+    together()
     assert sorted(met) == [0, 1]
+    together()  # of a retry that comes before it is disarmed
+    assert sorted(met) == [0, 1]
+    armed.touch()
+    together()
+    assert sorted(met) == [0, 0, 1, 1]
 
 
 def test_the_tiny_model_has_a_tokenizer_of_its_own(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ is continued on another one from what it has already got.
 
 Faults are files in $VLLM_STUB_FAULT_DIR. They are taken once, except `hang_`, which holds as long as the file is there:
     raise_step_rank<R>               a step fails on one rank
-    raise_step_together              as long as it is there: a step fails on all ranks at once, as after a fault of the exchange
+    raise_step_together              a step fails on all ranks at once, as after a fault of the exchange; once each time it is touched
     raise_eep_<method>_rank<R>       a part of a scaling fails; hang_eep_<method>_rank<R> waits in it. Methods:
                                      prepare_reconfiguration, prepare_new_worker, warmup_new_worker, commit_scale_up,
                                      commit_scale_down
@@ -38,16 +38,28 @@ def fault(kind: str, rank: int) -> None:
         time.sleep(0.02)
 
 
+def since(armed: Path, path: Path) -> bool:
+    """Whether it was touched since the fault was armed."""
+    try:
+        return path.stat().st_mtime_ns >= armed.stat().st_mtime_ns
+    except FileNotFoundError:
+        return False
+
+
 def fault_together(rank: int, size: int) -> None:
-    """A fault of the exchange is met by all within one step. Ranks that do not come soon stand in vLLM's own collective, where a
-    step of this rank is waited for: then it is tried in the next one."""
+    """A fault of the exchange is met by all within one step, and once: a retry may be sooner than whoever armed it. Ranks that
+    do not come soon stand in vLLM's own collective, where a step of this rank is waited for: then it is tried in the next one."""
     folder = os.environ.get("VLLM_STUB_FAULT_DIR")
     if not folder or not Path(folder, "raise_step_together").exists():
+        return
+    armed, met = Path(folder, "raise_step_together"), Path(folder, f"met_{rank}")
+    if since(armed, met):
         return
     mine, until = Path(folder, f"arrived_{rank}"), time.monotonic() + 0.5
     mine.touch()
     while time.monotonic() < until:
-        if all(Path(folder, f"arrived_{other}").exists() for other in range(size)):
+        if all(since(armed, Path(folder, f"arrived_{other}")) for other in range(size)):
+            met.touch()
             time.sleep(0.1)  # for the others to see it too
             raise RuntimeError(f"injected into all ranks, rank {rank}")
         time.sleep(0.005)
