@@ -17,6 +17,7 @@ Faults are files in $VLLM_STUB_FAULT_DIR. They are taken once, except `hang_`, w
 # mypy: disable-error-code="import-not-found, import-untyped"
 import os
 import socket
+import stat
 import threading
 import time
 import zlib
@@ -242,6 +243,8 @@ def let_go_of_listeners() -> None:
     that socket too makes every later scaling fail, for which rank 0 listens on the same port again (address in use)."""
     for name in os.listdir("/proc/self/fd"):
         try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
             with socket.socket(fileno=os.dup(int(name))) as copy:
                 listens = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockopt(
                     socket.SOL_SOCKET, socket.SO_ACCEPTCONN
