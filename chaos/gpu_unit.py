@@ -38,7 +38,6 @@ from elastic.rank.copies import Copier
 from elastic.rank.device import Device, open_device
 from elastic.rank.fatal import DEVICE_ERROR_EXIT, end_if_device_error
 from elastic.rank.runner import Runner
-from elastic.rank.sampling import choose
 from elastic.rank.scheduler import Scheduler
 from elastic.rank.tier import HostTier, build
 from elastic.rank.weights import pieces_of
@@ -151,12 +150,12 @@ def _serve(
         batch = scheduler.build()
         began = time.monotonic()
         ep.begin_step()
-        found = runner.run(batch)
+        runner.run(batch)
         ep.end_step()
         took.append(time.monotonic() - began)
-        for sample, each in zip(batch.samples, found, strict=True):
-            logits[sample.request].append(each.clone())
-        scheduler.commit(batch, choose(found, batch.samples))
+        for sample, each in zip(batch.samples, runner.logits(batch), strict=True):
+            logits[sample.request].append(each)
+        scheduler.commit(batch, runner.choose(batch))
     return logits, statistics.median(took)
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 GONE = "X"
 """No such process, or one whose main thread is exiting (PF_EXITING) and can never return."""
 
+ENDED = frozenset((GONE, "Z", "x"))
+"""States of a process that runs no more."""
+
 _PF_EXITING = 0x4
 
 FIRST_NICE = -10
@@ -42,7 +45,7 @@ def state(pid: int, pid_start: int) -> str:
 
 def is_alive(pid: int, pid_start: int) -> bool:
     """False for a zombie too, and for one on its way out: it serves nobody."""
-    return state(pid, pid_start) not in (GONE, "Z", "x")
+    return state(pid, pid_start) not in ENDED
 
 
 def send_signal(pid: int, pid_start: int, signum: signal.Signals) -> bool:

@@ -108,12 +108,17 @@ class BenchGroup:
 
     # --- operations -----------------------------------------------------------------------------------------------
 
-    async def kill(self, slots: Collection[int]) -> Sample:
-        """SIGKILL ranks; wait until others serve in their place (or, without `replace`, the others alone)."""
+    async def kill(self, slots: Collection[int], held_s: float = 0.0) -> Sample:
+        """SIGKILL ranks; wait until others serve in their place (or, without `replace`, the others alone). `held_s`: they are
+        stopped for that long before, so that the survivors wait for them in a kernel."""
         victims = [self.member(s) for s in slots]
         before = await self._look(self._others(slots), time.monotonic() - BEFORE_S)
         booting = sum(s.state == "booting" for s in self.executor.status().spares)
         self._reports.clear()
+        if held_s:
+            for victim in victims:
+                process.send_signal(victim.pid, victim.pid_start, signal.SIGSTOP)
+            await asyncio.sleep(held_s)
         sent = time.monotonic()
         for victim in victims:
             process.send_signal(victim.pid, victim.pid_start, signal.SIGKILL)

@@ -31,6 +31,8 @@ RULES = (
     {"name": "hung", "match": {"cause": ["stopped", "hang", "stuck", "silent"]}, "backoff": "100ms"},
 )
 """Faults on purpose, one after the other: no slot rests in between."""
+PROBATION = {"repeated": 1000}
+"""Nor has a slot a history, for which each rank that starts there would prove its device first: 3.6 s on an H200."""
 STALL_AFTER_S = 1.0
 
 
@@ -65,7 +67,12 @@ async def run_under_daemon(lab: Lab) -> None:
                 await lab.checkpoint("narrow"),
                 target=target,
                 detection={"stallAfter": f"{STALL_AFTER_S:g}s"},
-                spec={"healing": {"rules": [rule | {"actions": ["replace"], "maxAttempts": 100} for rule in RULES]}},
+                spec={
+                    "healing": {
+                        "rules": [rule | {"actions": ["replace"], "maxAttempts": 100} for rule in RULES],
+                        "probation": PROBATION,
+                    }
+                },
             )
             described = target | {"stallAfter": STALL_AFTER_S, "model": sizes.name, "moe_layers": sizes.layers}
             for running, _, _ in plans:

@@ -476,6 +476,8 @@ class Executor:
         if isinstance(event, BootFailed) and not self._formed:
             # at the first start a rank that cannot come up is a mistake to report, not a fault to heal
             self._boots.quarantined[event.slot] = event.why
+        if isinstance(event, RankGone) and not self._why_not():
+            self._group.hasten_without(event, self._lost)
         self._on_event(event)
         if isinstance(event, RankBeat) and event.beat.phase == "parked" and self._serves(event.member):
             # it masked a peer by itself and stands; only a full commit makes the masks agree again
@@ -485,7 +487,8 @@ class Executor:
     def _serves(self, member: Member) -> bool:
         """Whether this rank should be running rounds now. A beat that comes after the answer to Resume is newer than it."""
         group = self._group
-        return self._running is None and not group.parked and not group.unsettled and member.slot in group.links
+        stands = group.parked or group.hastened or group.unsettled
+        return self._running is None and not stands and member.slot in group.links
 
     def _words(self, member: Member) -> str:
         return self._launcher.last_words(f"rank-{member.slot}.{member.incarnation}")

@@ -10,9 +10,11 @@ import msgspec
 
 from elastic.config import GroupConfig, ModelShape
 from elastic.controller.link import RankLink
+from elastic.controller.records import RankGone
 from elastic.errors import ElasticError, NeedsReplan, Retryable, Unreachable
 from elastic.placement import HOLE, Move, Placement, Plan, losses_without_load
 from elastic.placement.maps import Row
+from elastic.process import ENDED
 from elastic.protocol import Abort, Commit, Committed, Done, Late, Parked, Peer, Resume, Stage, Staged, StopAt, Switch
 from elastic.view import View
 
@@ -50,6 +52,8 @@ class Group:
         """Ranks of the view that stand, since this answer. Empty while the group serves."""
         self.unsettled = False
         """Orders of a sequence are out that only a full commit takes back."""
+        self.hastened: set[int] = set()
+        """Lost slots for which the survivors were told to stop, ahead of their sequence."""
         self._misses: Counter[int] = Counter()
         self._held: Placement | None = None
         self._counted: tuple[View | None, int] = (None, 0)
@@ -153,12 +157,24 @@ class Group:
     def hasten(self, lost: Collection[int]) -> None:
         """Have the survivors end every wait and drop the step in flight now, ahead of the sequence that orders it in full and
         takes their answers: until that has its turn in the loop, others may keep it busy for milliseconds. In an epoch of its
-        own, since no rank is given the same order twice in one."""
+        own, since no rank is given the same order twice in one. Once for a slot, until the group runs again."""
+        if self.hastened.issuperset(lost):
+            return
+        self.hastened.update(lost)
         self.epoch += 1
         for slot in self.live:
             link = self.links.get(slot)
             if slot not in lost and link is not None:
                 link.tell(Abort(id=link.next_id(), epoch=self.epoch, lost=tuple(lost)))
+
+    def hasten_without(self, gone: RankGone, lost: Collection[int]) -> None:
+        """No step ends without a process that is dead. What its owner makes of that takes milliseconds, in which the survivors
+        come to a stand. `lost`: slots that were condemned already."""
+        link = self.links.get(gone.member.slot)
+        # a process may close a socket and live on
+        dead = gone.witness != "socket" or gone.process_state in ENDED
+        if dead and link is not None and link.member == gone.member:
+            self.hasten({*lost, gone.member.slot})
 
     async def agree(self) -> int:
         """Find a round that no live rank has begun, and have all stand before it unless `switch` comes first. Returns it.
@@ -244,6 +260,7 @@ class Group:
 
     def _runs(self) -> None:
         self.parked = {}
+        self.hastened.clear()
         self.unsettled = False
         self._misses.clear()
 

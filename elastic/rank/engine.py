@@ -20,7 +20,6 @@ from elastic.rank.fatal import end_if_device_error
 from elastic.rank.gate import Gate, Order
 from elastic.rank.recorder import StepRecorder
 from elastic.rank.runner import Runner
-from elastic.rank.sampling import choose
 from elastic.rank.scheduler import Batch, Scheduler
 from elastic.rank.steplog import StepLog, WorkLog
 from elastic.view import View
@@ -61,6 +60,8 @@ class Engine:
         self.works = WorkLog()
         self._staged: _Staged | None = None
         self._when_launched: list[Callable[[], None]] = []
+        self._held: list[Emitted | Rejected] = []
+        """Committed, and handed out when the next step is on its way."""
         self.recorder: StepRecorder | None = None
         """Where each step is to be written down."""
         self._slot = slot
@@ -72,6 +73,7 @@ class Engine:
         self._last_commit: float | None = None
         self._epoch = 0
         self._report_pause = False
+        gate.before_standing = self._tell_launched
         self._busy = False
         """Whether anybody had work in the last round: all ranks draw the same conclusion, so all sleep or none."""
 
@@ -132,6 +134,9 @@ class Engine:
         self._when_launched.append(call)
 
     def _tell_launched(self) -> None:
+        if self._held:
+            held, self._held = self._held, []
+            self._emit(held)
         while self._when_launched:
             self._when_launched.pop()()
 
@@ -146,6 +151,7 @@ class Engine:
             while True:
                 order = self._gate.next()
                 if order is Order.EXIT:
+                    self._tell_launched()
                     return
                 if order is Order.IDLE and not self._busy and not self._wait_for_work():
                     continue
@@ -186,7 +192,7 @@ class Engine:
         self._board.announce(round_, has_work, self._peers)
         began = self._clock()
         self._ep.begin_step()
-        logits = self._runner.run(batch)
+        self._runner.run(batch)
         launched = self._clock()
         self._tell_launched()
         self._ep.end_step()
@@ -201,16 +207,19 @@ class Engine:
             if not self._gate.halted:
                 self._gate.park_self()
             return
-        tokens = choose(logits, batch.samples)
+        tokens = self._runner.choose(batch)
         emissions = self._scheduler.commit(batch, tokens)
         if any(sample.logits for sample in batch.samples):
-            emissions = _with_logits(emissions, batch, logits)
+            emissions = _with_logits(emissions, batch, self._runner.logits(batch))
         self.tokens += len(tokens)
         self._note_commit()
         if self.recorder is not None:
             self.recorder.ended(committed=True)
         self._gate.committed()
-        if emissions:
+        if self._runner.runs_behind:
+            # the agent's thread would take Python's lock from the next launch, for which the GPU waits
+            self._held += emissions
+        elif emissions:
             self._emit(emissions)
         self._busy = has_work or self._board.any_work(round_, self._peers)
         self.steps.add(

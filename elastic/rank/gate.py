@@ -52,6 +52,8 @@ class Gate:
         self._stopped = False  # parked by stop_at, with nothing discarded: may simply run on
         self._takeover: Takeover | None = None
         self._when_parked: list[Callable[[], None]] = []
+        self.before_standing: Callable[[], None] = lambda: None
+        """Called by the loop whenever it comes to a stand, before those who wait for that hear of it. Must return at once."""
         self.in_round = False
         self.idle = False
         self.phase = Phase.BOOTED
@@ -219,6 +221,7 @@ class Gate:
 
     def _park(self) -> None:
         self.phase = Phase.PARKED
+        self.before_standing()
         calls, self._when_parked = self._when_parked, []
         for call in calls:
             call()

@@ -48,6 +48,7 @@ class Model:
         self.routes = RouteTable(ep.rank, len(arch.moe_layers), arch.experts, rows, buffers, device)
         self._route_tables = buffers["route.table"].unbind()
         cache_shape = (arch.layers, 2, sequences, kv, length, arch.head_dim)
+        self.greedy = buffers.add("greedy", device.zeros(rows, dtype=torch.int64))
         self._cache = buffers.add("kv", device.zeros(*cache_shape))
         self._out = buffers.add("ep.out", device.zeros(rows, arch.hidden))
         self._y = buffers.add("ep.y", device.zeros(ep.experts_per_rank, ep.capacity * ep.max_tokens, arch.hidden))
@@ -93,6 +94,7 @@ class Model:
             elif w.gate is not None:
                 delta = self._moe(hidden, w.gate, self._moe_index[i], routes, nodes)
         math.logits(math.norm(x, delta, self._norm, arch.rms_eps), self._head, self.logits[:rows])
+        torch.argmax(self.logits[:rows], -1, out=self.greedy[:rows])
 
     def _moe(self, x: torch.Tensor, gate: torch.Tensor, layer: int, routes: torch.Tensor, nodes: Nodes) -> torch.Tensor:
         arch, table = self._arch, self._route_tables[layer]

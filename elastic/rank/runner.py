@@ -46,8 +46,7 @@ class Runner:
         self._device = device
         # pinned: a copy from other memory waits for all that was queued before it, the step included
         self._fields = device.host(4 * config.max_tokens, dtype=torch.int64)
-        self._wanted = device.host(config.max_tokens, dtype=torch.int64)
-        self._wanted_there = device.zeros(config.max_tokens, dtype=torch.int64)
+        self._greedy = device.host(config.max_tokens, dtype=torch.int64)
         self._model = Model(config, arch, arena, experts, ep, buffers, device, arithmetic)
         pool = torch.cuda.graph_pool_handle() if device.is_gpu else None
 
@@ -79,9 +78,9 @@ class Runner:
         greedy, drawn = Sample(0, 0, Sampling()), Sample(0, 0, Sampling(temperature=1.0, top_p=0.9))
         batch = Batch((0,), (self._scratch,), (0,), (greedy, drawn))
         self._ep.begin_step()
-        logits = self.run(batch)
+        self.run(batch)
         self._ep.end_step()
-        choose(logits, batch.samples)
+        self.choose(batch)
 
     def stage_placement(self, placement: Placement, live: Collection[int]) -> None:
         """Make ready to route by `placement` over the `live` ranks; beside the steps, by one thread at a time.
@@ -96,9 +95,13 @@ class Runner:
         with torch.inference_mode():
             self._model.routes.switch()
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        """Launch one step; on a GPU it has not ended when this returns, and no other may be launched before it has. Returns
-        logits [len(batch.samples), vocab], the caller's own.
+    @property
+    def runs_behind(self) -> bool:
+        """Whether a step runs on when `run` has returned."""
+        return self._device.is_gpu
+
+    def run(self, batch: Batch) -> None:
+        """Launch one step; on a GPU it has not ended when this returns, and no other may be launched before it has.
 
         An empty batch runs too, as padding: this rank's experts serve the others in every round. The result is worth
         nothing when a mask changed meanwhile; running the batch again is then safe, for it stores the same cells again.
@@ -107,17 +110,18 @@ class Runner:
         size = self.graphs.fit(batch.rows)
         with torch.inference_mode():
             self._load(batch, size)
-            wanted = self._rows_wanted(batch)
             self.graphs.replay(size)
-            return self._model.logits.index_select(0, wanted)
+            self._greedy[:size].copy_(self._model.greedy[:size], non_blocking=True)
 
-    def _rows_wanted(self, batch: Batch) -> torch.Tensor:
-        rows = array("q", (sample.row for sample in batch.samples))
-        if not rows:
-            return self._wanted_there[:0]
-        here, there = self._wanted[: len(rows)], self._wanted_there[: len(rows)]
-        here.copy_(torch.frombuffer(rows, dtype=torch.int64))
-        return there.copy_(here, non_blocking=True)
+    def choose(self, batch: Batch) -> list[int]:
+        """The tokens of `batch.samples`. The step of `batch` has ended, and is the last that was run; as for `logits`."""
+        with torch.inference_mode():
+            return choose(self._greedy[: batch.rows].tolist(), self._model.logits, batch.samples)
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """[len(batch.samples), vocab] float32, the caller's own."""
+        with torch.inference_mode():
+            return self._model.logits[[sample.row for sample in batch.samples]]
 
     def _load(self, batch: Batch, size: int) -> None:
         rows, padding = batch.rows, size - batch.rows

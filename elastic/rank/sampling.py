@@ -15,15 +15,15 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "big") >> 11) / (1 << 53)
 
 
-def choose(logits: torch.Tensor, samples: Sequence[Sample]) -> list[int]:
-    """One token for each row of `logits` [len(samples), vocab], float32. Equal logits: the lowest token id wins."""
-    if not samples:
-        return []
-    tokens: list[int] = logits.argmax(-1).tolist()
-    for i, wanted in enumerate(samples):
-        if wanted.sampling.temperature > 0:
-            tokens[i] = sample(logits[i], wanted.sampling, wanted.position)
-    return tokens
+def choose(greedy: Sequence[int], logits: torch.Tensor, samples: Sequence[Sample]) -> list[int]:
+    """One token for each of `samples`, from its row of `logits` [rows, vocab], float32. `greedy` [rows]: the token with the
+    largest one, of equals the lowest id."""
+    return [
+        sample(logits[wanted.row], wanted.sampling, wanted.position)
+        if wanted.sampling.temperature > 0
+        else greedy[wanted.row]
+        for wanted in samples
+    ]
 
 
 def sample(row: torch.Tensor, sampling: Sampling, position: int) -> int:

@@ -129,6 +129,26 @@ def test_a_child_of_a_rank_counts_for_the_rank(host: Host) -> None:
     assert found.gpu_of(rank(0)) == gpu(2)
 
 
+def test_when_a_rank_is_gone_nobody_elses_processes_are_looked_at_again(host: Host) -> None:
+    found = identities(host, visible={0: "0", 1: "0"})
+    host.process(500, parent=100)
+    host.process(501, parent=101)
+    found.processes(gpu(0).uuid, [500, 501])
+    (host.proc / "500" / "stat").unlink()  # whoever looks again does not find its parent
+    found.watch([member(0, 100)])
+    assert found.strangers(gpu(0).uuid) == {501}
+
+
+def test_a_process_that_was_nobodys_is_looked_at_again_when_a_rank_comes(host: Host) -> None:
+    found = identities(host, visible={0: "0"})
+    host.process(500, parent=101)
+    found.processes(gpu(0).uuid, [100, 500])
+    assert found.strangers(gpu(0).uuid) == {500}
+    host.process(101, CUDA_VISIBLE_DEVICES="0")
+    found.watch([member(0, 100), member(1, 101)])
+    assert not found.strangers(gpu(0).uuid)
+
+
 def test_gpus_of_different_kinds_have_no_order_that_is_known(host: Host) -> None:
     host.process(100, CUDA_VISIBLE_DEVICES="1")
     host.process(101, CUDA_VISIBLE_DEVICES="1", CUDA_DEVICE_ORDER="PCI_BUS_ID")

@@ -15,7 +15,6 @@ from elastic.rank.arithmetic import Arithmetic
 from elastic.rank.buffers import Buffers
 from elastic.rank.comm.base import LIVE, PeerFault, Received, never
 from elastic.rank.runner import Runner
-from elastic.rank.sampling import choose
 from elastic.rank.scheduler import Scheduler
 
 GREEDY = Sampling()
@@ -118,7 +117,8 @@ def place(runner: Runner, placement: Placement) -> None:
 
 def step(runner: Runner, scheduler: Scheduler) -> list[Emitted]:
     batch = scheduler.build()
-    return scheduler.commit(batch, choose(runner.run(batch), batch.samples))
+    runner.run(batch)
+    return scheduler.commit(batch, runner.choose(batch))
 
 
 def load(checkpoint: Path, arch: Architecture, arena: Arena, experts: ExpertBuffers, order: list[int]) -> None:

@@ -17,7 +17,6 @@ from elastic.rank.architecture import Arena, ExpertBuffers, read_architecture
 from elastic.rank.buffers import Buffers
 from elastic.rank.routing import RouteTable
 from elastic.rank.runner import Runner
-from elastic.rank.sampling import choose
 from elastic.rank.scheduler import Batch, Scheduler
 from elastic.tools.make_checkpoint import Options, make_checkpoint
 from tests.rank.loopback import LoopbackEp, Rank, ask, load, open_rank, place, step
@@ -72,8 +71,9 @@ def trace(rank: Rank, *requests: Submit, discard: int = 0) -> tuple[dict[str, li
             rank.runner.run(lost)
             scheduler.discard(lost)
         batch = scheduler.build()
-        rows = rank.runner.run(batch)
-        for emitted, row in zip(scheduler.commit(batch, choose(rows, batch.samples)), rows, strict=True):
+        rank.runner.run(batch)
+        rows = rank.runner.logits(batch)
+        for emitted, row in zip(scheduler.commit(batch, rank.runner.choose(batch)), rows, strict=True):
             tokens[emitted.request] += emitted.tokens
             logits[emitted.request].append(row)
     return tokens, {name: torch.stack(rows) for name, rows in logits.items()}

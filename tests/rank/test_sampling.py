@@ -13,27 +13,36 @@ def draws(sampling: Sampling, n: int) -> Counter[int]:
     return Counter(sample(ROW, sampling, position) for position in range(n))
 
 
+def chosen(rows: torch.Tensor, samples: list[Sample]) -> list[int]:
+    return choose(rows.argmax(-1).tolist(), rows, samples)
+
+
+def test_only_the_rows_of_samples_are_answered_greedy_ones_by_the_step_itself() -> None:
+    hot = Sampling(temperature=1.0, seed=3)
+    samples = [Sample(2, 0, Sampling()), Sample(0, 1, hot)]
+    assert choose([9, 8, 7], ROW.expand(3, -1), samples) == [7, sample(ROW, hot, 1)]
+
+
 def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
-    tied = torch.zeros(3, 1000)
-    tied[1, [7, 400]] = 2.0
-    assert choose(tied, [Sample(i, i, Sampling()) for i in range(3)]) == [0, 7, 0]
-    assert sample(tied[1], Sampling(), 3) == 7
+    tied = torch.zeros(1000)
+    tied[[7, 400]] = 2.0
+    assert sample(tied, Sampling(), 3) == 7
 
 
 def test_a_replay_on_another_rank_draws_the_same_tokens() -> None:
     sampling = Sampling(temperature=1.0, seed=42)
     rows = ROW.expand(20, -1)
-    whole = choose(rows, [Sample(i, i, sampling) for i in range(20)])
-    replayed = choose(rows[8:], [Sample(i, 8 + i, sampling) for i in range(12)])
+    whole = chosen(rows, [Sample(i, i, sampling) for i in range(20)])
+    replayed = chosen(rows[8:], [Sample(i, 8 + i, sampling) for i in range(12)])
     assert replayed == whole[8:]
     assert len(set(whole)) > 1
 
 
 def test_neighbours_do_not_disturb_a_draw() -> None:
     hot = Sampling(temperature=1.3, top_p=0.9, seed=5)
-    alone = choose(ROW[None], [Sample(0, 4, hot)])
+    alone = chosen(ROW[None], [Sample(0, 4, hot)])
     rows = torch.stack((ROW.flip(0), ROW, ROW * 2))
-    among = choose(rows, [Sample(0, 4, Sampling()), Sample(1, 4, hot), Sample(2, 9, Sampling(temperature=0.5, seed=5))])
+    among = chosen(rows, [Sample(0, 4, Sampling()), Sample(1, 4, hot), Sample(2, 9, Sampling(temperature=0.5, seed=5))])
     assert among[1:2] == alone
 
 

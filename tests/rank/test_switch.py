@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from elastic.config import GroupConfig
 from elastic.placement.maps import Placement
 from elastic.protocol import Emitted, Rejected, Resumed, Sampling, Submit
@@ -30,6 +28,8 @@ class Rank:
         self.mask_generation = 0
         self.begun_: set[int] = set()
         self.told: list[Resumed] = []
+        self.emitted: list[int] = []
+        self.runs_behind = False
         self.vocab, self.graphs = VOCAB, SimpleNamespace(captures=0, replays=0, address_changes=0)
         self._rung = threading.Condition()
         self._rings = 0
@@ -46,7 +46,8 @@ class Rank:
 
     def begin_step(self) -> None: ...
 
-    def end_step(self) -> None: ...
+    def end_step(self) -> None:
+        self.calls.append("end")
 
     # model
     def stage_placement(self, placement: Placement, live: Collection[int]) -> None:
@@ -55,10 +56,12 @@ class Rank:
     def switch_placement(self) -> None:
         self.calls.append("map")
 
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, batch: Batch) -> None:
         self.calls.append("step")
         time.sleep(0.002)
-        return torch.zeros(len(batch.samples), VOCAB)
+
+    def choose(self, batch: Batch) -> list[int]:
+        return [0] * len(batch.samples)
 
     # board
     def announce(self, round_: int, has_work: bool, peers: Collection[int]) -> None:
@@ -83,7 +86,9 @@ class Rank:
             self._rings += 1
             self._rung.notify_all()
 
-    def emit(self, messages: Sequence[Emitted | Rejected]) -> None: ...
+    def emit(self, messages: Sequence[Emitted | Rejected]) -> None:
+        self.calls.append("emit")
+        self.emitted += [token for m in messages if isinstance(m, Emitted) for token in m.tokens]
 
     def ask(self, tokens: int) -> None:
         self.engine.inbox.append(
@@ -211,3 +216,29 @@ def test_a_mask_that_changed_before_the_round_keeps_the_old_view_and_the_rank_st
         assert rank.engine.view == ALONE
         assert rank.gate.phase is Phase.PARKED
         assert "map" not in rank.calls
+
+
+def test_where_a_step_runs_on_by_itself_the_tokens_of_the_last_one_go_out_while_it_does() -> None:
+    with serving() as rank:
+        rank.runs_behind = True
+        rank.ask(tokens=3)
+        until(lambda: len(rank.emitted) == 3)
+        until(lambda: rank.gate.idle)
+        steps = [call for call in rank.calls if call in ("step", "end", "emit")]
+        assert steps[:6] == ["step", "end", "step", "emit", "end", "step"]
+        assert steps.count("emit") == 3
+
+
+def test_no_committed_token_waits_for_a_step_that_does_not_come() -> None:
+    with serving() as rank:
+        rank.runs_behind = True
+        rank.ask(tokens=100)
+        until(lambda: len(rank.emitted) > 3)
+        parked: list[int] = []
+        rank.gate.when_parked(lambda: parked.append(len(rank.emitted)))
+        rank.gate.stop_at(rank.gate.round + 5)
+        until(lambda: parked)
+        assert parked == [rank.engine.tokens]
+        rank.gate.resume()
+        until(lambda: len(rank.emitted) > parked[0])
+    assert len(rank.emitted) == rank.engine.tokens
