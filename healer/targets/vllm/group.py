@@ -22,6 +22,7 @@ from healer.targets.vllm.machine import Machine, State
 from healer.targets.vllm.plan import LEAST_RANKS, Facts
 from healer.targets.vllm.records import Held, Part, Role
 from healer.targets.vllm.router import RouterLink
+from healer.targets.vllm.spares import Spares
 from healer.targets.vllm.starters import Starter
 from healer.targets.vllm.watch import RankWatch
 
@@ -73,6 +74,7 @@ class Group:
         self.removing = False
         self.in_place: InPlace | None = None
         """Where launches have the plugin."""
+        self.spares: Spares | None = None
         self.why_not_in_place = "it is off"
         """Why those who are left cannot go on by themselves, as last found out; empty: they can."""
         self.coordinated = self.ordered = False
@@ -280,6 +282,7 @@ class Group:
             losses_survivable=max(0, len(live) - self.least_ranks()),
             slots=tuple(slots),
             gateway="; ".join(text for text in (yielded, down, trouble) if text),
+            spares=self.spares.status() if self.spares is not None else (),
         )
 
     def _state_of(self, slot: int, rank: RankWatch | None) -> SlotState:

@@ -16,6 +16,7 @@ from healer.targets.vllm import commands
 from healer.targets.vllm.log_lines import LogTail
 from healer.targets.vllm.processes import Processes, log_name, sessions
 from healer.targets.vllm.records import Held, Part, Process
+from healer.targets.vllm.spares import Spares
 
 log = structlog.get_logger("healer.vllm")
 
@@ -78,8 +79,10 @@ class LocalStarter:
 
     fences = True
 
-    def __init__(self, target: VllmTarget, processes: Processes, api_key: str) -> None:
+    def __init__(self, target: VllmTarget, processes: Processes, api_key: str, spares: Spares | None = None) -> None:
+        """`spares`: used first."""
         self._target, self._processes, self._api_key = target, processes, api_key
+        self._spares = spares
 
     async def start(self, slots: Sequence[int], launch: Launch) -> dict[int, Launched]:
         started: dict[int, Launched] = {}
@@ -99,7 +102,8 @@ class LocalStarter:
                 environment |= launch.variables
                 self._processes.tidy_logs(slot)
                 name = log_name(slot, launch.incarnations[slot])
-                started[slot] = self._processes.launch(name, command, environment)
+                warm = await self._spares.become(command, environment, name) if self._spares is not None else None
+                started[slot] = warm or self._processes.launch(name, command, environment)
         except BaseException:
             await self._processes.fence(started.values())
             raise

@@ -25,6 +25,7 @@ from healer.targets.vllm.proof import Broken, NotStarted, Yielded
 from healer.targets.vllm.record import Record
 from healer.targets.vllm.records import Role
 from healer.targets.vllm.router import RouterLink
+from healer.targets.vllm.spares import Spares
 from healer.targets.vllm.starters import HookStarter, LocalStarter, Starter
 
 log = structlog.get_logger("healer.vllm")
@@ -59,10 +60,15 @@ class VllmGroupTarget:
         self._processes = Processes(run_dir)
         hold_s = min(86400.0, target.deadlines.start_s + HOLD_SLACK_S)
         self._router = RouterLink(run_dir, target.gateway, self._processes, hold_s=hold_s)
+        spares: Spares | None = None
         if starter is None:
             local = target.mode == "launch"
-            starter = LocalStarter(target, self._processes, key) if local else HookStarter(target, policy.spec.hooks)
+            spares = Spares(target, self._processes, variables=self._variables) if local and target.spares else None
+            starter = (
+                LocalStarter(target, self._processes, key, spares) if local else HookStarter(target, policy.spec.hooks)
+            )
         self.group = Group(policy, target, starter, self._router, on_event, key)
+        self.group.spares = spares
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._running: asyncio.Task[None] | None = None
@@ -78,6 +84,8 @@ class VllmGroupTarget:
         group.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._tasks = [asyncio.create_task(self._poller.run(), name="vllm poll")]
         try:
+            if not self._observe_only:
+                await adopt.end_spares(group, self._processes)
             await self._use_plugin()
             if await adopt.adopt(group):
                 group.machine.move(Trigger.ADOPT, "a group runs")
@@ -95,7 +103,16 @@ class VllmGroupTarget:
         await self._router_up()
         self._poller.serves = True
         self._tasks.append(asyncio.create_task(self._run(), name="vllm actions"))
+        if group.spares is not None:
+            self._tasks.append(asyncio.create_task(group.spares.keep(self._calm), name="vllm spares"))
         return sentence
+
+    def _variables(self) -> dict[str, str]:
+        return self.group.in_place.variables(joins=False) if self.group.in_place is not None else {}
+
+    def _calm(self) -> bool:
+        group = self.group
+        return group.machine.state == State.SERVING and not (group.lost or group.sequence or self._idle)
 
     async def _use_plugin(self) -> None:
         """Launches have it from now on, and who runs with it is healed in place, if the guard and the arguments let it be."""
@@ -241,6 +258,8 @@ class VllmGroupTarget:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self.group.spares is not None:
+            await self.group.spares.end()
         if self.group.machine.may(Trigger.CLOSE):
             self.group.machine.move(Trigger.CLOSE, "the daemon ends")
         if self.group.ranks:
