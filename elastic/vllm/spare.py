@@ -22,6 +22,7 @@ import importlib
 import json
 import os
 import socket
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -101,14 +102,17 @@ def let_go_of_listeners() -> None:
     """In a forked child. vLLM's API server starts its engine while it listens for the engine's handshake; an engine that keeps
     that socket makes every later scaling fail, for which rank 0 listens on the same port again (address in use). The port for
     clients is bound by then and does not listen yet; kept, it would take connections after the death of the API server."""
-    for name in os.listdir("/proc/self/fd"):
+    for number in map(int, os.listdir("/proc/self/fd")):
         try:
-            with socket.socket(fileno=os.dup(int(name))) as copy:
-                listens = copy.family in INET and copy.type == socket.SOCK_STREAM and _waits(copy)
-            if listens:
-                os.close(int(name))
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            one = socket.socket(fileno=number)
         except OSError:
-            continue
+            continue  # of the listing itself
+        if one.family in INET and one.type == socket.SOCK_STREAM and _waits(one):
+            one.close()
+        else:
+            one.detach()
 
 
 def _waits(one: socket.socket) -> bool:
