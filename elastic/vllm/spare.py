@@ -15,6 +15,7 @@ Of this package it needs nothing else, and of vLLM its command, and the modules 
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
+import contextlib
 import ctypes
 import errno
 import gc
@@ -161,8 +162,18 @@ def become(order: Order, environment: Mapping[str, str]) -> None:
     os.register_at_fork(after_in_child=let_go_of_listeners)
 
 
+def find_title() -> None:
+    """vLLM names its engines and workers, which is how they are told apart. Where the name stands in memory is found by way of the
+    first environment, so before that is another one. Nothing is written: it would go over /proc/self/environ."""
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.getproctitle()
+
+
 def main(without: Sequence[str]) -> int:
     daemon = socket.socket(fileno=os.dup(0))
+    find_title()
     before = dict(os.environ)
     # or torch initialises the driver when it is asked whether there is a GPU
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

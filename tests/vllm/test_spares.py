@@ -193,7 +193,7 @@ def test_a_spare_ends_when_its_daemon_is_killed(tmp_path: Path) -> None:
     make_vllm(tmp_path)
     ours, its = socket.socketpair()
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path / 'site'}"}
-    with its, subprocess.Popen([sys.executable, "-m", spare.MODULE], stdin=its, env=environment) as one:
+    with its, subprocess.Popen([sys.executable, "-m", spare.MODULE], stdin=its.fileno(), env=environment) as one:
         its.close()
         assert json.loads(ours.makefile("rb").readline()) == {"ready": True}
         ours.close()

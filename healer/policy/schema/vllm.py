@@ -127,3 +127,7 @@ class VllmTarget(Model):
     def gpus_of(self, slot: int) -> tuple[int, ...]:
         """GPU indices of one slot; empty where none are named."""
         return self.gpus[slot * self.gpus_per_rank : (slot + 1) * self.gpus_per_rank]
+
+    def visible_of(self, slot: int) -> str:
+        """CUDA_VISIBLE_DEVICES of the rank in one slot; empty where it is not this policy that says so."""
+        return ",".join(map(str, self.gpus_of(slot))) if self.mode == "launch" else ""

@@ -94,9 +94,8 @@ def environment(target: VllmTarget, base: Mapping[str, str], *, slot: int, joins
     found.pop(JOINER, None)
     if joins:
         found[JOINER] = "1"
-    gpus = target.gpus_of(slot)
-    if gpus:
-        found[VISIBLE] = ",".join(map(str, gpus))
+    if gpus := target.visible_of(slot):
+        found[VISIBLE] = gpus
     if api_key:
         # not on the command line, which every user of the host can read
         found[KEY] = api_key

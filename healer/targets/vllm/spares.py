@@ -117,7 +117,7 @@ class Spares:
         self._processes.reap()
         for number, place in enumerate(self._places):
             if place.ready and place.spare is not None and place.spare.gone:
-                self._failed(number, f"ended while it stood by: {self._words(number)}")
+                self._failed(number, f"ended while it stood by; logs/{log_name(number)}.log may say why")
         if self._calm_since is None or now - self._calm_since < CALM_S:
             return
         if any(place.task is not None for place in self._places):
