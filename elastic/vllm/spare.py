@@ -209,6 +209,6 @@ def _say(daemon: socket.socket, message: Mapping[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    # `-m` puts the working folder there, where the command of vLLM has its own
-    del sys.path[0]
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the working folder, which is no place of modules for vLLM's command
     sys.exit(main(sys.argv[1:]))

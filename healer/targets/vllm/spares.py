@@ -92,6 +92,7 @@ class Spares:
         self._run_dir = Path(target.run_dir)
         self._places = [_Place() for _ in range(target.spares)]
         self._without: list[str] = []
+        self._recorded: list[Launched] = []
         self._calm_since: float | None = None
         self._off, self._python = "", ""
         if (commands.arguments(target).number("api-server-count", 1) or 1) > 1:
@@ -115,6 +116,7 @@ class Spares:
         now = self._clock()
         self._calm_since = (self._calm_since or now) if calm else None
         self._processes.reap()
+        self._record()  # who has become a rank is in the group's own file by now
         for number, place in enumerate(self._places):
             if place.ready and place.spare is not None and place.spare.gone:
                 self._failed(number, f"ended while it stood by; logs/{log_name(number)}.log may say why")
@@ -216,6 +218,9 @@ class Spares:
 
     def _record(self) -> None:
         spares = [place.spare.process for place in self._places if place.spare is not None]
+        if spares == self._recorded:
+            return
+        self._recorded = spares
         try:
             write_json(path_of(self._run_dir), [_Listed(*one) for one in spares])
         except OSError as error:
@@ -228,6 +233,7 @@ class Spares:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(self._end(place) for place in self._places))
+        self._recorded = []
         path_of(self._run_dir).unlink(missing_ok=True)
 
     async def _end(self, place: _Place) -> None:
