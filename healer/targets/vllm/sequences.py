@@ -75,7 +75,7 @@ async def launch(group: Group, numbers: dict[int, int], *, joins: bool, fills: i
         rpc_port=group.rpc_port,
         joins=joins,
         redundant=group.redundant,
-        variables=group.in_place.variables(joins=bool(fills)) if group.in_place and group.coordinated else None,
+        variables=group.variables(fills=bool(fills)),
     )
     started = await group.starter.start(sorted(numbers), shared)
     for slot, one in started.items():

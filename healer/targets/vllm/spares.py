@@ -175,6 +175,10 @@ class Spares:
         spare.close()
         self._processes.kill(spare.process)
 
+    @property
+    def complete(self) -> bool:
+        return all(place.ready for place in self._places)
+
     # --- used ------------------------------------------------------------------------------------------------------------
 
     async def become(self, command: Sequence[str], environment: Mapping[str, str], name: str) -> Launched | None:

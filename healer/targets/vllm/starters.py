@@ -1,7 +1,7 @@
 """Who starts and ends ranks: this host's processes, or hooks of the site for ranks that run elsewhere."""
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -79,10 +79,16 @@ class LocalStarter:
 
     fences = True
 
-    def __init__(self, target: VllmTarget, processes: Processes, api_key: str, spares: Spares | None = None) -> None:
-        """`spares`: used first."""
+    def __init__(
+        self,
+        target: VllmTarget,
+        processes: Processes,
+        api_key: str,
+        variables: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        """`variables`: further environment of ranks, as of now, for spares."""
         self._target, self._processes, self._api_key = target, processes, api_key
-        self._spares = spares
+        self.spares = Spares(target, processes, variables=variables) if target.spares else None
 
     async def start(self, slots: Sequence[int], launch: Launch) -> dict[int, Launched]:
         started: dict[int, Launched] = {}
@@ -102,7 +108,7 @@ class LocalStarter:
                 environment |= launch.variables
                 self._processes.tidy_logs(slot)
                 name = log_name(slot, launch.incarnations[slot])
-                warm = await self._spares.become(command, environment, name) if self._spares is not None else None
+                warm = await self.spares.become(command, environment, name) if self.spares is not None else None
                 started[slot] = warm or self._processes.launch(name, command, environment)
         except BaseException:
             await self._processes.fence(started.values())

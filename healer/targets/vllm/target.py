@@ -25,7 +25,6 @@ from healer.targets.vllm.proof import Broken, NotStarted, Yielded
 from healer.targets.vllm.record import Record
 from healer.targets.vllm.records import Role
 from healer.targets.vllm.router import RouterLink
-from healer.targets.vllm.spares import Spares
 from healer.targets.vllm.starters import HookStarter, LocalStarter, Starter
 
 log = structlog.get_logger("healer.vllm")
@@ -60,15 +59,10 @@ class VllmGroupTarget:
         self._processes = Processes(run_dir)
         hold_s = min(86400.0, target.deadlines.start_s + HOLD_SLACK_S)
         self._router = RouterLink(run_dir, target.gateway, self._processes, hold_s=hold_s)
-        spares: Spares | None = None
-        if starter is None:
-            local = target.mode == "launch"
-            spares = Spares(target, self._processes, variables=self._variables) if local and target.spares else None
-            starter = (
-                LocalStarter(target, self._processes, key, spares) if local else HookStarter(target, policy.spec.hooks)
-            )
+        if starter is None and target.mode == "launch":
+            starter = LocalStarter(target, self._processes, key, lambda: self.group.variables())
+        starter = starter or HookStarter(target, policy.spec.hooks)
         self.group = Group(policy, target, starter, self._router, on_event, key)
-        self.group.spares = spares
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._running: asyncio.Task[None] | None = None
@@ -104,15 +98,9 @@ class VllmGroupTarget:
         self._poller.serves = True
         self._tasks.append(asyncio.create_task(self._run(), name="vllm actions"))
         if group.spares is not None:
-            self._tasks.append(asyncio.create_task(group.spares.keep(self._calm), name="vllm spares"))
+            spares = group.spares.keep(lambda: group.calm and not self._idle)
+            self._tasks.append(asyncio.create_task(spares, name="vllm spares"))
         return sentence
-
-    def _variables(self) -> dict[str, str]:
-        return self.group.in_place.variables(joins=False) if self.group.in_place is not None else {}
-
-    def _calm(self) -> bool:
-        group = self.group
-        return group.machine.state == State.SERVING and not (group.lost or group.sequence or self._idle)
 
     async def _use_plugin(self) -> None:
         """Launches have it from now on, and who runs with it is healed in place, if the guard and the arguments let it be."""
@@ -129,7 +117,11 @@ class VllmGroupTarget:
             self._tasks.append(asyncio.create_task(self._watch_coordination(group.in_place), name="vllm coordination"))
 
     async def _watch_coordination(self, plugin: in_place.InPlace) -> None:
-        await plugin.watch(lambda: len(self.group.held(Role.LIVE)) if self.group.coordinated and not self._idle else 0)
+        group, spares = self.group, self.group.spares
+        await plugin.watch(
+            lambda: len(group.held(Role.LIVE)) if group.coordinated and not self._idle else 0,
+            warm=lambda: spares is not None and spares.complete,
+        )
 
     async def _router_up(self) -> None:
         """A router that does not come up is reported and tried again: the ranks are worth more than it is."""
