@@ -83,7 +83,7 @@ def cuda_begun() -> bool:
 
 def warm(without: Sequence[str]) -> str:
     """Import all but these. The name of the module that initialised CUDA; empty: none did. Raises ImportError where vLLM's command
-    is not there."""
+    is not there, RuntimeError where it is that one."""
     for name in WARM:
         if name in without:
             continue
@@ -95,6 +95,8 @@ def warm(without: Sequence[str]) -> str:
                 raise
             sys.stderr.write(f"not imported: {name}: {error}\n")
         if cuda_begun():
+            if name == COMMAND:
+                raise RuntimeError(f"importing {name} initialises CUDA, so there can be no spares")
             return name
     return ""
 

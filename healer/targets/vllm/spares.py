@@ -140,9 +140,12 @@ class Spares:
             async with asyncio.timeout(UP_S):
                 await place.spare.up()
         except Unfit as error:
-            self._without.append(error.module)
-            log.warning("spare.unfit", number=number, why=str(error))
-            await self._end(place)
+            if error.module in self._without:
+                self._failed(number, str(error))
+            else:
+                self._without.append(error.module)
+                log.warning("spare.unfit", number=number, why=str(error))
+                await self._end(place)
         except TimeoutError:
             self._failed(number, f"not up within {UP_S:g} s")
         except Exception as error:
