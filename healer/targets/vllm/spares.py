@@ -166,7 +166,7 @@ class Spares:
         place, now = self._places[number], self._clock()
         if place.ready and now - place.since > STEADY_S:
             place.failures = 0
-        pause = min(PAUSE_MAX_S, PAUSE_S * 2**place.failures)
+        pause = min(PAUSE_MAX_S, PAUSE_S * 2 ** min(place.failures, 10))
         place.failures, place.not_before, place.why = place.failures + 1, now + pause, why
         log.warning("spare.failed", number=number, why=why, again_in_s=pause)
         spare, place.spare, place.ready = place.spare, None, False
