@@ -104,7 +104,11 @@ def warm(without: Sequence[str]) -> str:
 def let_go_of_listeners() -> None:
     """In a forked child. vLLM's API server starts its engine while it listens for the engine's handshake; an engine that keeps
     that socket makes every later scaling fail, for which rank 0 listens on the same port again (address in use). The port for
-    clients is bound by then and does not listen yet; kept, it would take connections after the death of the API server."""
+    clients is bound by then and does not listen yet; kept, it would take connections after the death of the API server.
+
+    The numbers stay taken: an object of the parent's that is collected in the child closes its number once more, and that must not
+    be a file that was opened since."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
     for number in map(int, os.listdir("/proc/self/fd")):
         try:
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
@@ -112,10 +116,11 @@ def let_go_of_listeners() -> None:
             one = socket.socket(fileno=number)
         except OSError:
             continue  # of the listing itself
-        if one.family in INET and one.type == socket.SOCK_STREAM and _waits(one):
-            one.close()
-        else:
-            one.detach()
+        waits = one.family in INET and one.type == socket.SOCK_STREAM and _waits(one)
+        one.detach()
+        if waits:
+            os.dup2(nothing, number, inheritable=False)
+    os.close(nothing)
 
 
 def _waits(one: socket.socket) -> bool:

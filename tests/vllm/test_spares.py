@@ -273,7 +273,7 @@ async def test_all_that_a_spare_that_is_ended_has_started_is_ended_too(tmp_path:
 def test_a_forked_engine_has_no_listening_or_bound_port_of_its_parent_and_all_else() -> None:
     """In a process of its own, since there is no way back."""
     text = """
-import os, socket
+import os, socket, stat
 from elastic.vllm.spare import let_go_of_listeners
 listening = socket.create_server(("127.0.0.1", 0))
 bound = socket.socket(); bound.bind(("127.0.0.1", 0))
@@ -286,11 +286,11 @@ os.register_at_fork(after_in_child=let_go_of_listeners)
 if (pid := os.fork()) == 0:
     kept = []
     for one in (listening, bound, unix, client, served, fresh):
-        try:
-            kept.append(bool(os.fstat(one.fileno())))
-        except OSError:
-            kept.append(False)
+        kept.append(stat.S_ISSOCK(os.fstat(one.fileno()).st_mode))
     pipes = len([fd for fd in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + fd) and fd not in before])
+    later = os.open(os.devnull, os.O_RDONLY)
+    listening.close(); bound.close()
+    os.fstat(later)  # has no number that one of them would close
     os._exit(0 if pipes == 0 and kept == [False, False, True, True, True, True] else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 client.send(b"x"); assert served.recv(1) == b"x"
