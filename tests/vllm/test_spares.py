@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
@@ -98,8 +98,8 @@ def alone(folder: Path, **changes: object) -> Spares:
 
 
 @contextlib.asynccontextmanager
-async def kept(found: Spares) -> AsyncIterator[Spares]:
-    task = asyncio.create_task(found.keep(lambda: True))
+async def kept(found: Spares, calm: Callable[[], bool] = lambda: True) -> AsyncIterator[Spares]:
+    task = asyncio.create_task(found.keep(calm))
     try:
         yield found
     finally:
@@ -213,6 +213,66 @@ async def test_what_an_earlier_daemon_left_is_ended_and_its_ranks_are_not(tmp_pa
         (tmp_path / "run/spares.json").write_bytes(listed)
         await spares.end_left(tmp_path / "run", Processes(tmp_path / "run"))
         assert not process.is_alive(*one)
+
+
+async def test_who_became_a_rank_is_listed_until_the_group_has_written_it_down(tmp_path: Path) -> None:
+    """A daemon that is killed between the two must not leave a rank that nobody knows."""
+    make_vllm(tmp_path, "import time\ndef main():\n    time.sleep(1000)\n")
+    calm, looks = True, 0
+
+    def is_calm() -> bool:
+        nonlocal looks
+        looks += 1
+        return calm
+
+    def listed() -> list[int]:
+        return [one["pid"] for one in json.loads((tmp_path / "run/spares.json").read_bytes())]
+
+    async def looked(more: int) -> None:
+        seen = looks
+        async with asyncio.timeout(20):
+            while looks < seen + more:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    found = alone(tmp_path)
+    async with kept(found, is_calm):
+        await until_state(found, "ready")
+        calm = False
+        await looked(1)
+        rank = await found.become(["vllm", "serve"], os.environ, "rank-0.0")
+        assert rank is not None
+        try:
+            await looked(2)
+            assert listed() == [rank.pid]
+            calm = True
+            await looked(2)
+            assert rank.pid not in listed()
+            assert process.is_alive(*rank)
+        finally:
+            await Processes(tmp_path / "run").fence([rank])
+
+
+async def test_a_launch_that_is_cut_off_leaves_no_half_made_rank(tmp_path: Path) -> None:
+    make_vllm(tmp_path)
+    found = alone(tmp_path)
+    async with kept(found):
+        await until_state(found, "ready")
+        pid = found.status()[0].pid
+        one = Launched(pid, process.start_time(pid))
+        os.kill(one.pid, signal.SIGSTOP)
+        launch = asyncio.create_task(found.become(["vllm", "serve"], os.environ, "rank-0.0"))
+        await until_state(found, "absent")
+        launch.cancel()
+        await asyncio.gather(launch, return_exceptions=True)
+        assert not process.is_alive(*one)
+
+
+async def test_who_has_no_spares_of_its_own_leaves_the_list_of_another_daemon_alone(tmp_path: Path) -> None:
+    make_vllm(tmp_path)
+    found = alone(tmp_path)
+    (tmp_path / "run/spares.json").write_text("[]")
+    await found.end()
+    assert (tmp_path / "run/spares.json").exists()
 
 
 async def test_a_spare_that_does_not_come_up_is_given_up_with_its_reason_and_tried_again(

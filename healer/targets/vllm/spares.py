@@ -92,7 +92,10 @@ class Spares:
         self._run_dir = Path(target.run_dir)
         self._places = [_Place() for _ in range(target.spares)]
         self._without: list[str] = []
-        self._recorded: list[Launched] = []
+        self._used: list[Launched] = []
+        """Ordered to become ranks: the group's own file names them when it is calm again, not before."""
+        self._recorded: list[Launched] | None = None
+        """What stands in `spares.json`; None: it is not ours."""
         self._calm_since: float | None = None
         self._off, self._python = "", ""
         if (commands.arguments(target).number("api-server-count", 1) or 1) > 1:
@@ -116,7 +119,9 @@ class Spares:
         now = self._clock()
         self._calm_since = (self._calm_since or now) if calm else None
         self._processes.reap()
-        self._record()  # who has become a rank is in the group's own file by now
+        if calm:
+            self._used = []
+        self._record()
         for number, place in enumerate(self._places):
             if place.ready and place.spare is not None and place.spare.gone:
                 self._failed(number, f"ended while it stood by; logs/{log_name(number)}.log may say why")
@@ -191,13 +196,15 @@ class Spares:
             if not place.ready or spare is None:
                 continue
             place.spare, place.ready = None, False
+            self._used.append(spare.process)
             try:
                 # as vLLM has it by itself, where it does not take care to be safe: children begin with what is imported
                 taken = await spare.become(
                     command, {"VLLM_WORKER_MULTIPROC_METHOD": "fork", **environment}, log_path(self._run_dir, name)
                 )
             except BaseException:
-                self._kill(spare)
+                spare.close()
+                await self._processes.fence([spare.process])
                 raise
             spare.close()
             if taken:
@@ -224,8 +231,8 @@ class Spares:
         return tuple(found)
 
     def _record(self) -> None:
-        spares = [place.spare.process for place in self._places if place.spare is not None]
-        if spares == self._recorded:
+        spares = [*self._used, *(place.spare.process for place in self._places if place.spare is not None)]
+        if spares == (self._recorded or []):
             return
         self._recorded = spares
         try:
@@ -240,8 +247,9 @@ class Spares:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(self._end(place) for place in self._places))
-        self._recorded = []
-        path_of(self._run_dir).unlink(missing_ok=True)
+        if self._recorded is not None:  # else it may be of another daemon, which a dry run observes
+            self._recorded = None
+            path_of(self._run_dir).unlink(missing_ok=True)
 
     async def _end(self, place: _Place) -> None:
         spare, place.spare, place.ready = place.spare, None, False
