@@ -15,11 +15,12 @@ import msgspec
 import pytest
 
 from elastic import process
+from elastic.controller.records import BootFailed
 from elastic.launch.base import Launched
 from elastic.vllm import spare as child
 from healer.policy.load import parse_policy
 from healer.policy.schema import VllmTarget
-from healer.targets.vllm import spare, spares
+from healer.targets.vllm import spare, spares, target
 from healer.targets.vllm.processes import Processes, sessions
 from healer.targets.vllm.records import Part
 from healer.targets.vllm.spares import Spares
@@ -64,11 +65,11 @@ def with_spares(stand: Stand, count: int = 2, **changes: object) -> None:
     """Of a stand that has not started."""
     make_vllm(stand.folder)
     (stand.folder / "key").write_text(KEY)
-    target = stand.policy.spec.target
-    assert isinstance(target, VllmTarget)
-    env = {**target.env, "PYTHONPATH": f"{ROOT}:{stand.folder / 'site'}"}
+    before = stand.policy.spec.target
+    assert isinstance(before, VllmTarget)
+    env = {**before.env, "PYTHONPATH": f"{ROOT}:{stand.folder / 'site'}"}
     found = {"spares": count, "env": env, "api_key_file": str(stand.folder / "key"), **changes}
-    spec = stand.policy.spec.model_copy(update={"target": target.model_copy(update=found)})
+    spec = stand.policy.spec.model_copy(update={"target": before.model_copy(update=found)})
     stand.policy = stand.policy.model_copy(update={"spec": spec})
     stand.another()
 
@@ -91,10 +92,10 @@ def alone(folder: Path, **changes: object) -> Spares:
     text = POLICY.format(folder=folder, ranks=2, port=free_base())
     (folder / "run").mkdir(exist_ok=True)
     (folder / "group").mkdir(exist_ok=True)
-    target = parse_policy(text, name="p", base=folder).spec.target
-    assert isinstance(target, VllmTarget)
-    env = {**target.env, "PYTHONPATH": f"{ROOT}:{folder / 'site'}"}
-    return Spares(target.model_copy(update={"spares": 1, "env": env, **changes}), Processes(folder / "run"))
+    found = parse_policy(text, name="p", base=folder).spec.target
+    assert isinstance(found, VllmTarget)
+    env = {**found.env, "PYTHONPATH": f"{ROOT}:{folder / 'site'}"}
+    return Spares(found.model_copy(update={"spares": 1, "env": env, **changes}), Processes(folder / "run"))
 
 
 @contextlib.asynccontextmanager
@@ -167,6 +168,25 @@ async def test_a_spare_that_does_not_take_its_order_is_ended_and_the_rank_is_lau
         assert not process.is_alive(pid, start)
         assert [r.outcome for r in stand.reports("join")] == ["committed"]
         assert await all_ready(stand, 1) != {pid}
+
+
+async def test_what_failed_as_a_spare_is_launched_as_ever_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target, "PAUSE_S", 0.2)
+
+    def prepare(stand: Stand) -> None:
+        with_spares(stand)
+        make_vllm(tmp_path, "def main():\n    raise SystemExit('this GPU does not bear a fork')\n")
+
+    async with standing(tmp_path, prepare=prepare) as stand:
+        spare_pids = await all_ready(stand)
+        stand.target.scale(3, reason="test")
+        await stand.serves(0, 1, 2)
+        assert stand.incarnations()[2] == 1, "the first one has failed"
+        assert pids(stand)[2] not in spare_pids
+        (failed,) = [event for event in stand.events if isinstance(event, BootFailed)]
+        assert "bear a fork" in failed.why
 
 
 async def test_a_spare_that_dies_is_replaced_and_the_group_serves_on(tmp_path: Path) -> None:
@@ -261,7 +281,9 @@ async def test_a_launch_that_is_cut_off_leaves_no_half_made_rank(tmp_path: Path)
         one = Launched(pid, process.start_time(pid))
         os.kill(one.pid, signal.SIGSTOP)
         launch = asyncio.create_task(found.become(["vllm", "serve"], os.environ, "rank-0.0"))
-        await until_state(found, "absent")
+        async with asyncio.timeout(20):
+            while found.status()[0].pid == pid:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         launch.cancel()
         await asyncio.gather(launch, return_exceptions=True)
         assert not process.is_alive(*one)

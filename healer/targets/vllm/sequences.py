@@ -76,6 +76,8 @@ async def launch(group: Group, numbers: dict[int, int], *, joins: bool, fills: i
         joins=joins,
         redundant=group.redundant,
         variables=group.variables(fills=bool(fills)),
+        # a start that failed may have failed because it was a spare's
+        spares=not group.attempts.keys() & numbers.keys(),
     )
     started = await group.starter.start(sorted(numbers), shared)
     for slot, one in started.items():

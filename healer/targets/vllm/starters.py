@@ -67,11 +67,12 @@ class Launch:
         joins: bool,
         redundant: int | None = None,
         variables: Mapping[str, str] | None = None,
+        spares: bool = True,
     ):
-        """`ranks`: DP rank by slot. `variables`: further environment."""
+        """`ranks`: DP rank by slot. `variables`: further environment. `spares`: processes that stand by may become these ranks."""
         self.ranks, self.incarnations = ranks, incarnations
         self.size, self.rpc_port, self.joins = size, rpc_port, joins
-        self.redundant, self.variables = redundant, variables or {}
+        self.redundant, self.variables, self.spares = redundant, variables or {}, spares
 
 
 class LocalStarter:
@@ -108,7 +109,9 @@ class LocalStarter:
                 environment |= launch.variables
                 self._processes.tidy_logs(slot)
                 name = log_name(slot, launch.incarnations[slot])
-                warm = await self.spares.become(command, environment, name) if self.spares is not None else None
+                warm = None
+                if self.spares is not None and launch.spares:
+                    warm = await self.spares.become(command, environment, name)
                 started[slot] = warm or self._processes.launch(name, command, environment)
         except BaseException:
             await self._processes.fence(started.values())
