@@ -59,8 +59,8 @@ class IdentityMap:
         self, proc: Path = Path("/proc"), group: str = "", visible: Callable[[int], str] = lambda slot: ""
     ) -> None:
         """`group`: the run directory of the group, by which its processes are known before they are ranks; empty: none is.
-        `visible`: CUDA_VISIBLE_DEVICES of the rank in a slot, where its owner knows: a process that became a rank after its start
-        shows another one, or none. Empty: nobody knows."""
+        `visible`: CUDA_VISIBLE_DEVICES of the rank in a slot, for those that show none: a process that became a rank after its start
+        had none then. Empty: nobody knows."""
         self._proc, self._group, self._visible = proc, group, visible
         self._boards: dict[str, Board] = {}  # every GPU ever seen, by UUID
         self._present: tuple[str, ...] = ()  # UUIDs that NVML lists now
@@ -200,7 +200,7 @@ class IdentityMap:
             if rank not in self._declared:
                 environment = self._environment(member.pid)
                 if environment is not None:
-                    if given := self._visible(member.slot):
+                    if "CUDA_VISIBLE_DEVICES" not in environment and (given := self._visible(member.slot)):
                         environment = {**environment, "CUDA_VISIBLE_DEVICES": given}
                     self._declared[rank] = self._declare(environment)
 
