@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 
 from elastic.controller.records import Event, GroupStatus
-from elastic.errors import ElasticError, Infeasible
+from elastic.errors import ElasticError
 from elastic.vllm.records import GuardState
 from healer.authority import Authority
 from healer.policy.schema import Policy, VllmTarget
@@ -18,7 +18,7 @@ from healer.targets.vllm import adopt, commands, healing, in_place, recovery, sc
 from healer.targets.vllm.endpoints import read_key
 from healer.targets.vllm.group import Group
 from healer.targets.vllm.machine import State, Trigger
-from healer.targets.vllm.plan import LEAST_RANKS, Do, Step, decide, not_highest, not_with_holes
+from healer.targets.vllm.plan import LEAST_RANKS, Do, Step, decide
 from healer.targets.vllm.polling import Poller
 from healer.targets.vllm.processes import Processes
 from healer.targets.vllm.proof import Broken, NotStarted, Yielded
@@ -189,25 +189,7 @@ class VllmGroupTarget:
     def scale(self, target: int | Iterable[int], *, reason: str) -> tuple[int, ...]:
         group = self.group
         self._authority.check()
-        if group.machine.state == State.YIELDED:
-            raise Infeasible(
-                f"another controller is at work on this group: {group.machine.why}; restart healer to take it"
-            )
-        slots = self._choose(target) if isinstance(target, int) else tuple(sorted(set(target)))
-        most, least = group.config.max_ranks, group.least_ranks()
-        if outside := [s for s in slots if not 0 <= s < most]:
-            raise Infeasible(f"slots {outside} are outside 0..{most - 1}")
-        if len(slots) > most:
-            raise Infeasible(f"{len(slots)} ranks are above spec.target.maxRanks {most}")
-        if len(slots) < least:
-            raise Infeasible(f"{len(slots)} ranks are too few: vLLM needs {least} for this model and its redundancy")
-        live = [h.slot for h in group.held(Role.LIVE)]
-        leaving = tuple(s for s in live if s not in slots)
-        if leaving and group.holes:
-            raise Infeasible(not_with_holes(leaving))
-        highest = group.removed or set(live[len(live) - len(leaving) :]) == set(leaving)
-        if group.machine.state == State.SERVING and not highest:
-            raise Infeasible(not_highest(live, leaving))
+        slots = scaling.wanted(group, target)
         for slot in slots:
             group.attempts.pop(slot, None)
         group.target, group.not_before = slots, 0.0
@@ -215,14 +197,6 @@ class VllmGroupTarget:
         log.info("target.set", slots=list(slots), reason=reason)
         self._wake.set()
         return slots
-
-    def _choose(self, size: int) -> tuple[int, ...]:
-        """The ranks that vLLM can keep, then the lowest free slots."""
-        group = self.group
-        kept = [h.slot for h in group.held(Role.LIVE) if h.slot in group.target][: max(0, size)]
-        free = [s for s in range(max(group.config.max_ranks, size)) if s not in kept]
-        free.sort(key=lambda s: (s not in group.target, s in group.unstartable, s))
-        return tuple(sorted([*kept, *free[: max(0, size) - len(kept)]]))
 
     def release(self) -> None:
         """Nothing: a policy that asks for it is refused, since vLLM's ranks cannot drop a step."""
