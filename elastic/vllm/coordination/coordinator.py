@@ -1,5 +1,5 @@
-"""Starts the coordinator (`waves`), of a process that stands by where there is one: that has imported vLLM already, which is what the
-engines of a group that is started anew wait for otherwise, when they come from spares themselves."""
+"""Starts the coordinator (`waves`), of a process that stands by where there is one. It has imported vLLM already, which is what
+engines that come from spares would wait for when a group is started anew."""
 
 import asyncio
 import contextlib
