@@ -30,7 +30,7 @@ from healer.journal import Journal
 from healer.leaseholder import Leaseholder
 from healer.machine import this_machine
 from healer.policy.rules import book_of
-from healer.policy.schema import Policy
+from healer.policy.schema import Policy, VllmTarget
 from healer.standby import Standby
 from healer.supervisor import Supervisor
 from healer.systemd import Notifier as ServiceManager
@@ -141,7 +141,8 @@ class _Process:
 
     @contextlib.contextmanager
     def _supervisor(self, authority: Authority, holder: Leaseholder | None) -> Iterator[Supervisor]:
-        policy, clock = self._policy, self._clock
+        policy, clock, target = self._policy, self._clock, self._policy.spec.target
+        visible = target.visible_of if isinstance(target, VllmTarget) else lambda slot: ""
         journal = Journal.open(journal_path(self._run_dir), clock)
         journal.may_write = authority.armed
         if journal.set_aside is not None:
@@ -152,7 +153,7 @@ class _Process:
                 lambda on_event: self._make_target(policy, on_event, authority),
                 journal,
                 clock,
-                machine=this_machine(clock, policy.spec.sensors, self._run_dir, policy.spec.target.run_dir),
+                machine=this_machine(clock, policy.spec.sensors, self._run_dir, target.run_dir, visible),
                 recorder=Recorder(self._record, policy.limits) if self._record is not None else None,
                 authority=authority,
                 lease=holder.status if holder is not None else lambda: None,

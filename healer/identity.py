@@ -8,7 +8,7 @@ the rank's process, overrule that: they say where its memory is.
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -55,9 +55,13 @@ def normal_pci(text: str) -> str:
 class IdentityMap:
     """Fed by the NVML sensor (`listed`, `processes`) and the supervisor (`watch`); read by everybody. In the loop."""
 
-    def __init__(self, proc: Path = Path("/proc"), group: str = "") -> None:
-        """`group`: the run directory of the group, by which its processes are known before they are ranks; empty: none is."""
-        self._proc, self._group = proc, group
+    def __init__(
+        self, proc: Path = Path("/proc"), group: str = "", visible: Callable[[int], str] = lambda slot: ""
+    ) -> None:
+        """`group`: the run directory of the group, by which its processes are known before they are ranks; empty: none is.
+        `visible`: CUDA_VISIBLE_DEVICES of the rank in a slot, for those that show none: a process that became a rank after its start
+        had none then. Empty: nobody knows."""
+        self._proc, self._group, self._visible = proc, group, visible
         self._boards: dict[str, Board] = {}  # every GPU ever seen, by UUID
         self._present: tuple[str, ...] = ()  # UUIDs that NVML lists now
         self._pids: dict[str, frozenset[int]] = {}
@@ -202,6 +206,8 @@ class IdentityMap:
             if rank not in self._declared:
                 environment = self._environment(member.pid)
                 if environment is not None:
+                    if "CUDA_VISIBLE_DEVICES" not in environment and (given := self._visible(member.slot)):
+                        environment = {**environment, "CUDA_VISIBLE_DEVICES": given}
                     self._declared[rank] = self._declare(environment)
 
     def _environment(self, pid: int) -> Mapping[str, str] | None:

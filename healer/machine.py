@@ -122,9 +122,16 @@ def catalogue(overrides: Path | None = None) -> AdviseFor:
     return advise_for
 
 
-def this_machine(clock: Clock, settings: "Sensors | None" = None, home: Path | None = None, group: str = "") -> Machine:
+def this_machine(
+    clock: Clock,
+    settings: "Sensors | None" = None,
+    home: Path | None = None,
+    group: str = "",
+    visible: Callable[[int], str] = lambda slot: "",
+) -> Machine:
     """The sensors of this host, not started. `settings`: `spec.sensors` of a policy, the defaults without one; `home`: where
-    it is kept how far the kernel log has been read; `group`: the run directory of the group, to know its processes by.
+    it is kept how far the kernel log has been read; `group`: the run directory of the group, to know its processes by;
+    `visible`: as of `IdentityMap`.
     Raises ElasticError where the site's XID rows have errors."""
     from healer.identity import IdentityMap
     from healer.sensors.nvml import NvmlConfig, NvmlSensor
@@ -137,7 +144,7 @@ def this_machine(clock: Clock, settings: "Sensors | None" = None, home: Path | N
         if not settings.nvml.enabled:
             return Machine()
         config = _nvml_config(settings)
-    nvml = NvmlSensor(clock, config, identity=IdentityMap(group=group))
+    nvml = NvmlSensor(clock, config, identity=IdentityMap(group=group, visible=visible))
     if not nvidia_present():
         # nothing to look at; the sensor says so, and nothing is read for it
         return GpuMachine(nvml, (), catalogue(overrides) if overrides else lambda driver, generation: unadvised)

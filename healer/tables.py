@@ -75,7 +75,8 @@ def _held_back(out: Console, status: dict[str, Any]) -> None:
         out.print(f"             the policy in force is {file['digest']}, loaded {_when(file['loaded_wall'])}")
     spares = status["group"]["spares"]
     if spares:
-        out.print("  spares     " + ", ".join(f"{s['number']} {escape(s['state'])}" for s in spares))
+        shown = (f"{s['number']} {s['state']}" + (f" ({s['why']})" if s["why"] else "") for s in spares)
+        out.print("  spares     " + escape(", ".join(shown)))
 
 
 def _slots(status: dict[str, Any]) -> Table:

@@ -7,5 +7,7 @@ Two halves that never meet in one process:
 * beside the ranks: `client` and `driver` for the daemon, without torch or vLLM, and `coordination`, a process of its own that
   hosts what stock vLLM hosts in rank 0.
 
+`spare` is a rank before it is one, with or without the plugin.
+
 `records` is shared. This package must not know the `healer` daemon; importing it must import nothing heavy.
 """

@@ -144,6 +144,10 @@ class Coordination:
         """So many engines are there: what a coordinator that starts anew waits for."""
         return await self._tell({"do": "live", "count": count}, deadline_s)
 
+    async def stand_by(self, *, deadline_s: float) -> CoordinationInfo:
+        """Have a process that can become the next coordinator at once."""
+        return await self._tell({"do": "stand-by"}, deadline_s)
+
     async def refill(
         self, order: RefillOrder, *, size: int, redundant_experts: int, max_size: int, deadline_s: float
     ) -> CoordinationInfo:

@@ -139,15 +139,17 @@ def _sizes(policy: Policy) -> Iterator[Doubt]:
         yield Doubt(
             ("spec", "pause"), "stands beside dryRun: a paused daemon decides nothing, so there is nothing to see"
         )
-    if not isinstance(target, Target):
-        return
-    if target.ranks * target.slots_per_rank - target.slots_per_rank < target.redundant_experts:
-        text = f"{target.redundant_experts} are more than all ranks but one have slots for"
-        yield Doubt(("spec", "target", "redundantExperts"), text)
     if target.spares > target.max_ranks:
         yield Doubt(
             ("spec", "target", "spares"), f"{target.spares} are more than maxRanks {target.max_ranks} could need"
         )
+    if not isinstance(target, Target):
+        if target.spares and target.mode != "launch":
+            yield Doubt(("spec", "target", "spares"), "are for mode: launch, whose ranks healer starts itself")
+        return
+    if target.ranks * target.slots_per_rank - target.slots_per_rank < target.redundant_experts:
+        text = f"{target.redundant_experts} are more than all ranks but one have slots for"
+        yield Doubt(("spec", "target", "redundantExperts"), text)
 
 
 def _timing(policy: Policy) -> Iterator[Doubt]:

@@ -233,6 +233,17 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
     made.wait()
 
 
+def test_a_rank_that_started_without_its_gpus_has_those_that_its_owner_knows_of(host: Host) -> None:
+    host.process(100, CUDA_VISIBLE_DEVICES="1")
+    host.process(101)
+    host.process(102, CUDA_VISIBLE_DEVICES="1")
+    found = IdentityMap(host.proc, visible={0: "3", 1: "2"}.get)  # type: ignore[arg-type]
+    found.listed([Board(gpu=gpu(number), index=number) for number in range(4)])
+    found.watch([member(0, 100), member(1, 101), member(2, 102)])
+    # a rank of an earlier policy runs where it was started
+    assert [found.gpu_of(rank(slot)) for slot in (0, 1, 2)] == [gpu(1), gpu(2), gpu(1)]
+
+
 def test_a_real_process_is_placed_by_its_real_environment(process: subprocess.Popen[bytes]) -> None:
     found = IdentityMap()
     found.watch([member(0, process.pid, start_time(process.pid))])

@@ -263,6 +263,23 @@ def test_a_rule_below_a_narrower_one_is_reached(first: str) -> None:
     assert warned(labels + rules(first, "{name: b, actions: [human]}")) == []
 
 
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("model: m, spares: 4", []),
+        ("model: m, spares: 5", ["target.spares: 5 are more than maxRanks 4 could need"]),
+        (
+            "mode: attach, urls: ['http://a', 'http://b', 'http://c', 'http://d'], spares: 1",
+            ["target.spares: are for mode: launch"],
+        ),
+    ],
+)
+def test_spares_of_vllm_are_for_ranks_that_healer_starts(target: str, told: list[str]) -> None:
+    text = f"  target: {{kind: vllm, runDir: run, ranks: 2, maxRanks: 4, {target}}}\n  bounds: {{minRanks: 2}}\n"
+    found = [one for one in warned(text, POLICY[: POLICY.index("  target:")]) if "spares" in one]
+    assert [one.split("spec.")[1][: len(text)] for one, text in zip(found, told, strict=True)] == told
+
+
 def test_a_minimal_policy_is_without_warnings() -> None:
     assert warned("") == []
 

@@ -54,6 +54,7 @@ spec:
       HF_HUB_OFFLINE: "1"
       TRANSFORMERS_OFFLINE: "1"
       VLLM_NO_USAGE_STATS: "1"
+    spares: {spares}
     gateway: {{port: 0}}
     canary: {{interval: 10s, deadline: 10s}}
     deadlines: {{start: 15m, scale: 15m, commit: 60s, gate: 20s, retry: 40s, settle: 5s, stall: 60s, drain: 5s, end: 5s}}
@@ -77,6 +78,7 @@ def policy(
     worker: str = "vllm_stub_worker.StubWorker",
     path: Sequence[Path] = (STUB,),
     threads: int | None = None,
+    spares: int = 0,
 ) -> str:
     """`worker`: stands for a GPU's, and is found in `path`. `threads`: of each process's arithmetic; None: as many as it likes."""
     return POLICY.format(
@@ -88,6 +90,7 @@ def policy(
         threads="" if threads is None else f'      OMP_NUM_THREADS: "{threads}"\n',
         port=24000 + os.getpid() % 500 * 10,
         fork=FORK,
+        spares=spares,
     )
 
 

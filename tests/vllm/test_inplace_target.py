@@ -1,5 +1,6 @@
 """The daemon's side of healing in place: the coordination process that it starts and adopts, and orders to whoever can take them."""
 
+import asyncio
 import json
 import os
 import signal
@@ -32,6 +33,8 @@ INFO = {"pid": os.getpid(), "host": "127.0.0.1", "rpc_port": 9, "store_port": 5,
 class Handler(socketserver.StreamRequestHandler):
     def handle(self):
         for line in self.rfile:
+            with open(os.path.join(sys.argv[3], "orders"), "ab") as orders:
+                orders.write(line)
             self.wfile.write(json.dumps(INFO).encode() + b"\\n")
 path = os.path.join(sys.argv[3], "coordination.sock")
 if os.path.exists(path):
@@ -64,6 +67,25 @@ async def test_the_coordination_process_is_started_once_and_adopted_by_the_next_
         assert (await place(tmp_path).up()).pid == first.pid
     finally:
         process.send_signal(first.pid, process.start_time(first.pid), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["with spares", "without"])
+async def test_a_group_with_spares_has_a_coordinator_stand_by_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: bool
+) -> None:
+    found = place(tmp_path, python(tmp_path))
+    one = await found.up()
+    try:
+        monkeypatch.setattr(in_place, "ASK_S", 0.1)
+        watch = asyncio.create_task(found.watch(lambda: 2, warm=lambda: warm))
+        orders = tmp_path / "orders"
+        async with asyncio.timeout(10):
+            while orders.read_bytes().count(b"\n") < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        watch.cancel()
+        assert (b"stand-by" in orders.read_bytes()) == warm
+    finally:
+        process.send_signal(one.pid, process.start_time(one.pid), signal.SIGKILL)
 
 
 async def test_a_coordination_process_that_does_not_come_up_is_told_with_its_last_words(

@@ -3,6 +3,7 @@
 {"do": "info"}                                    and every order answers with CoordinationInfo, or {"error": …}
 {"do": "start", "slots": […]}                     a whole group starts: fresh stores, fresh coordinator
 {"do": "live", "count": 3}                        so many engines would subscribe to a coordinator that starts now
+{"do": "stand-by"}                                have a process that can become the next coordinator at once
 {"do": "refill", "order": {…}, "size": 4, "redundant_experts": 8, "max_size": 8}
 {"do": "answer"}                                  tell the joiners where to go
 {"do": "end", "keep": true}                       of a refill; its store stays if it was committed
@@ -24,6 +25,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from elastic.vllm.coordination.coordinator import Coordinators
 from elastic.vllm.coordination.handshake import Addresses, Handshake, Shared
 from elastic.vllm.records import Bootstrap, CoordinationInfo
 from elastic.vllm.worker.interface import ORDER_KEY, order_of
@@ -78,6 +80,7 @@ class Host:
         self._refill: Bootstrap | None = None
         self._refill_epoch = 0
         self._count = 0
+        self._coordinators = Coordinators()
         self._waves: asyncio.subprocess.Process | None = None
         self._starts = 0
         self._fresh = False
@@ -143,6 +146,8 @@ class Host:
                 self._count = int(order["count"])
                 if not self._waves_run:  # of a process that was started again itself
                     self._again.set()
+            case "stand-by":
+                await self._coordinators.stand_by()
             case "refill":
                 self._open_refill(order)
             case "answer":
@@ -251,12 +256,8 @@ class Host:
             if self._count and not self._waves_run:
                 addresses, wake = self.addresses, () if self._fresh else ("--wake",)
                 self._fresh = False
-                waves = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    *("-m", "elastic.vllm.coordination.waves", str(self._count)),
-                    *(addresses.front_publish, addresses.back_output, addresses.back_publish, *wake),
-                    stdin=asyncio.subprocess.PIPE,
-                )
+                given = (addresses.front_publish, addresses.back_output, addresses.back_publish, *wake)
+                waves = await self._coordinators.start((str(self._count), *given))
                 self._waves, self._starts = waves, self._starts + 1
                 self._tasks.append(asyncio.create_task(self._watch_waves(waves)))
 
@@ -285,6 +286,7 @@ class Host:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._stop_waves()
+            await self._coordinators.aclose()
             self._hush()
             self._context.destroy(linger=0)
             path.unlink(missing_ok=True)

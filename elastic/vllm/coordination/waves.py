@@ -6,15 +6,21 @@ parent, which holds the other end of its standard input.
 
 With `--wake` it calls all idle engines once (`waking`): what the coordinator before it was told and did not pass on is lost, and an
 engine that asked for the others would wait for them for ever.
+
+With `--stand-by` alone it imports vLLM and waits for these arguments, a JSON list in one line of its standard input.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
+import importlib
+import json
 import os
 import sys
 import threading
 from typing import Any
 
 from elastic.vllm.waking import WAKE
+
+STAND_BY = "--stand-by"
 
 
 def call_all(output: str) -> Any:
@@ -30,7 +36,13 @@ def call_all(output: str) -> Any:
 
 
 def main() -> None:
-    count, front, output, publish = int(sys.argv[1]), *sys.argv[2:5]
+    given = sys.argv[1:]
+    if given == [STAND_BY]:
+        importlib.import_module("vllm.v1.engine.coordinator")
+        given = json.loads(sys.stdin.readline() or "[]")
+        if not given:
+            return  # its parent has ended
+    count, front, output, publish = int(given[0]), *given[1:4]
 
     def end_with_parent() -> None:
         sys.stdin.read()
@@ -39,7 +51,7 @@ def main() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     from vllm.v1.engine.coordinator import DPCoordinatorProc
 
-    caller = call_all(output) if "--wake" in sys.argv[5:] else None
+    caller = call_all(output) if "--wake" in given[4:] else None
     DPCoordinatorProc.run_coordinator(
         engine_count=count,
         front_publish_address=front,

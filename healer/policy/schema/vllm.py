@@ -105,6 +105,10 @@ class VllmTarget(Model):
     plugin, the plugin knows this vLLM, and the arguments allow it. `off`: vLLM is left stock. docs/vllm-in-place.md."""
     start_attempts: Annotated[int, Field(ge=1, le=100)] = 2
     """Failed starts of a slot's rank before the group goes on without it."""
+    spares: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Processes on this host that have imported vLLM and wait to become a rank: a refill, a joiner or a restart begins after the
+    imports. Each costs the memory of an idle vLLM process, and none on a GPU. One that was used is replaced when the group has served
+    undisturbed for 5 s. For mode launch, where vLLM's interpreter has healer's package."""
     log_bytes: Annotated[int, Field(ge=65536, le=1 << 40)] = 64 << 20
     """A rank's log is cut over to a second file at this size; the older half is kept as `.1`."""
     slot_labels: Annotated[tuple[SlotLabels, ...], Listed] = ()
@@ -123,3 +127,7 @@ class VllmTarget(Model):
     def gpus_of(self, slot: int) -> tuple[int, ...]:
         """GPU indices of one slot; empty where none are named."""
         return self.gpus[slot * self.gpus_per_rank : (slot + 1) * self.gpus_per_rank]
+
+    def visible_of(self, slot: int) -> str:
+        """CUDA_VISIBLE_DEVICES of the rank in one slot; empty where it is not this policy that says so."""
+        return ",".join(map(str, self.gpus_of(slot))) if self.mode == "launch" else ""

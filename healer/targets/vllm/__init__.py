@@ -5,6 +5,7 @@ keep to it is in `docs/vllm.md`; nothing here imports vLLM.
     endpoints, meters           one API server, asked over HTTP
     log_lines, processes        what no endpoint says: a rank's log, and the processes of its session
     commands, starters          how a rank is launched, or by whose hook
+    spare, spares               processes that have imported vLLM and wait to become a rank
     watch, polling, signals     since when a rank is how, and that as the events of healer's senses
     machine, plan               the states of the group, and what is to be done next: pure
     group, adopt                the picture of the group, and how a new daemon gets it

@@ -6,10 +6,11 @@ import structlog
 
 from elastic import process
 from elastic.errors import ElasticError
-from healer.targets.vllm import commands, processes, proof
+from healer.targets.vllm import commands, processes, proof, spares
 from healer.targets.vllm import state as files
 from healer.targets.vllm.endpoints import Endpoints, Phase
 from healer.targets.vllm.group import Group
+from healer.targets.vllm.processes import Processes
 from healer.targets.vllm.records import Held, Part, Process, Role
 
 log = structlog.get_logger("healer.vllm")
@@ -54,6 +55,12 @@ async def adopt(group: Group) -> bool:
             group.ranks[held.slot].gone = Process(held.pid, held.pid_start, "X", Part.API)
             group.on_gone(group.ranks[held.slot])
     return True
+
+
+async def end_spares(group: Group, processes: Processes) -> None:
+    """Those of an earlier daemon: nobody can give them an order any more."""
+    known = files.load(group.run_dir, group.name)
+    await spares.end_left(group.run_dir, processes, [held.process for held in known.ranks] if known else ())
 
 
 async def _finish_scaling(group: Group) -> None:

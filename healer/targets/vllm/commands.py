@@ -10,6 +10,7 @@ from healer.targets.vllm.arguments import Arguments
 HOST = "127.0.0.1"
 JOINER = "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"
 """Set for a rank that joins a running group (vLLM's envs.py)."""
+VISIBLE, KEY = "CUDA_VISIBLE_DEVICES", "VLLM_API_KEY"
 OWN = (
     "host",
     "port",
@@ -78,16 +79,24 @@ def _args(target: VllmTarget, redundant: int | None) -> list[str]:
     return [*kept, f"--eplb-config={json.dumps(config)}"]
 
 
+def spare_environment(target: VllmTarget, base: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
+    """Of a process that may become the rank of any slot: it sees every GPU, and knows no key. `base`: of the daemon; `variables`:
+    further ones of every rank."""
+    found = {**base, "PYTHONUNBUFFERED": "1", **target.env, **variables}
+    for name in (JOINER, KEY, *((VISIBLE,) if target.gpus else ())):
+        found.pop(name, None)
+    return found
+
+
 def environment(target: VllmTarget, base: Mapping[str, str], *, slot: int, joins: bool, api_key: str) -> dict[str, str]:
     """`base`: of the daemon."""
     found = {**base, "PYTHONUNBUFFERED": "1", **target.env}
     found.pop(JOINER, None)
     if joins:
         found[JOINER] = "1"
-    gpus = target.gpus_of(slot)
-    if gpus:
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    if gpus := target.visible_of(slot):
+        found[VISIBLE] = gpus
     if api_key:
         # not on the command line, which every user of the host can read
-        found["VLLM_API_KEY"] = api_key
+        found[KEY] = api_key
     return found

@@ -22,7 +22,7 @@ from healer.targets.vllm.machine import Machine, State
 from healer.targets.vllm.plan import LEAST_RANKS, Facts
 from healer.targets.vllm.records import Held, Part, Role
 from healer.targets.vllm.router import RouterLink
-from healer.targets.vllm.starters import Starter
+from healer.targets.vllm.starters import LocalStarter, Starter
 from healer.targets.vllm.watch import RankWatch
 
 log = structlog.get_logger("healer.vllm")
@@ -73,6 +73,7 @@ class Group:
         self.removing = False
         self.in_place: InPlace | None = None
         """Where launches have the plugin."""
+        self.spares = starter.spares if isinstance(starter, LocalStarter) else None
         self.why_not_in_place = "it is off"
         """Why those who are left cannot go on by themselves, as last found out; empty: they can."""
         self.coordinated = self.ordered = False
@@ -150,6 +151,15 @@ class Group:
         """Wait for the next time that all were asked. Raises TimeoutError at the deadline (monotonic)."""
         async with asyncio.timeout(max(0.01, deadline - time.monotonic())), self.polled:
             await self.polled.wait()
+
+    @property
+    def calm(self) -> bool:
+        """It serves, and nothing is under way."""
+        return self.machine.state == State.SERVING and not self.lost and not self.sequence
+
+    def variables(self, *, fills: bool = False) -> dict[str, str]:
+        """Environment of a launch beside the rest. `fills`: of ranks that take empty places."""
+        return self.in_place.variables(joins=fills) if self.in_place is not None and self.coordinated else {}
 
     # --- who serves -------------------------------------------------------------------------------------------------
 
@@ -280,6 +290,7 @@ class Group:
             losses_survivable=max(0, len(live) - self.least_ranks()),
             slots=tuple(slots),
             gateway="; ".join(text for text in (yielded, down, trouble) if text),
+            spares=self.spares.status() if self.spares is not None else (),
         )
 
     def _state_of(self, slot: int, rank: RankWatch | None) -> SlotState:

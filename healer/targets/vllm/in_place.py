@@ -6,6 +6,7 @@ the daemon.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -230,8 +231,9 @@ class InPlace:
                     raise ElasticError(f"the coordination process does not come up: {words}") from error
             await asyncio.sleep(POLL_S)
 
-    async def watch(self, count: Callable[[], int]) -> None:
-        """Keep it alive, for as long as the caller lets this run. `count`: engines that are live; 0: nobody needs it."""
+    async def watch(self, count: Callable[[], int], *, warm: Callable[[], bool] = lambda: False) -> None:
+        """Keep it alive, for as long as the caller lets this run. `count`: engines that are live; 0: nobody needs it. `warm`: it is to
+        have a process that stands by to become the next launch's coordinator."""
         while True:
             await asyncio.sleep(ASK_S)
             if not count():
@@ -239,6 +241,8 @@ class InPlace:
             try:
                 before = await self._coordination.info(deadline_s=ASK_S)
                 if before.coordinator_pid:
+                    if warm():
+                        await self._stand_by()
                     continue
             except NoAnswer:
                 log.warning("coordination.gone")
@@ -247,6 +251,11 @@ class InPlace:
                 await self._coordination.live(count(), deadline_s=ASK_S)
             except ElasticError as error:
                 log.error("coordination.failed", error=str(error))
+
+    async def _stand_by(self) -> None:
+        """One that an earlier version of this program started does not know the order."""
+        with contextlib.suppress(NoAnswer):
+            await self._coordination.stand_by(deadline_s=ASK_S)
 
     async def begin(self, ranks: Sequence[int]) -> int:
         """A whole group is about to be launched: the port that its ranks must know (--data-parallel-rpc-port)."""

@@ -10,7 +10,7 @@ from elastic.errors import ElasticError
 from elastic.launch.base import Launched
 from elastic.paths import read_json, state_path
 from healer.router.files import Announcement
-from healer.targets.vllm import in_place
+from healer.targets.vllm import in_place, spares
 from healer.targets.vllm.processes import Processes, sessions
 from healer.targets.vllm.state import VllmState
 
@@ -35,6 +35,8 @@ def end(run_dir: Path) -> int:
 
 
 async def _end(run_dir: Path, state: VllmState, leaders: list[Launched]) -> None:
-    await Processes(run_dir).end(leaders, deadline_s=END_S)
+    processes = Processes(run_dir)
+    await spares.end_left(run_dir, processes, leaders)
+    await processes.end(leaders, deadline_s=END_S)
     if state.coordinated:
         await in_place.quit(run_dir)

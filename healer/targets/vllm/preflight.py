@@ -234,7 +234,8 @@ def runner(d: Deployment) -> Iterator[Finding]:
 
 def forked(d: Deployment) -> Iterator[Finding]:
     """v1/engine/utils.py: an API server starts its engine while it listens for the handshake, and a forked engine keeps the
-    socket; distributed/elastic_ep/external_elastic_ep.py listens there again when the group grows. Seen on vLLM 0.33."""
+    socket; distributed/elastic_ep/external_elastic_ep.py listens there again when the group grows. Seen on vLLM 0.33. Spares fork
+    without this variable in the policy, and their children let go of the socket (elastic/vllm/spare.py)."""
     if (
         d.arguments.flag("enable-elastic-ep")
         and d.environment.get("VLLM_WORKER_MULTIPROC_METHOD", "").strip() == "fork"

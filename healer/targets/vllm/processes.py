@@ -84,15 +84,17 @@ class Processes:
         self._run_dir = run_dir
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
-    def launch(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Launched:
-        """Start a process that survives this one. Raises ElasticError when it cannot be started."""
+    def launch(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], stdin: int = subprocess.DEVNULL
+    ) -> Launched:
+        """Start a process that survives this one. `stdin`: a file descriptor. Raises ElasticError when it cannot be started."""
         path = log_path(self._run_dir, name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as log:
                 child = subprocess.Popen(
                     process.ordinary(command),
-                    stdin=subprocess.DEVNULL,
+                    stdin=stdin,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -121,6 +123,11 @@ class Processes:
             if time.monotonic() > end:
                 return
             await asyncio.sleep(POLL_S)
+
+    def kill(self, leader: Launched) -> None:
+        """SIGKILL to this session, without waiting for its end."""
+        for one in self._left([leader]):
+            process.send_signal(one.pid, one.pid_start, signal.SIGKILL)
 
     async def end(self, leaders: Iterable[Launched], *, deadline_s: float) -> None:
         """SIGTERM to the API servers, which end their engines; what is left after the deadline is killed."""

@@ -5,11 +5,14 @@ In a task that may be cancelled between any two steps: what it leaves is ended b
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
+from elastic.errors import Infeasible
 from healer.targets.vllm.endpoints import Phase as Scale
 from healer.targets.vllm.endpoints import Refused
 from healer.targets.vllm.group import Group
+from healer.targets.vllm.machine import State
+from healer.targets.vllm.plan import not_highest, not_with_holes
 from healer.targets.vllm.proof import Broken, NotStarted, Yielded, ready
 from healer.targets.vllm.record import Record
 from healer.targets.vllm.records import Held, Part, Process, Role
@@ -22,6 +25,36 @@ HEAD_START_S = 240.0
 LEAVE_S = 15.0
 """Between the end of an engine that leaves and the answer that says so; after that it has died, and the others wait for it."""
 BAD_REQUEST = 400
+
+
+def wanted(group: Group, target: int | Iterable[int]) -> tuple[int, ...]:
+    """The slots that a size, or slots, ask for. Raises Infeasible."""
+    if group.machine.state == State.YIELDED:
+        raise Infeasible(f"another controller is at work on this group: {group.machine.why}; restart healer to take it")
+    slots = _choose(group, target) if isinstance(target, int) else tuple(sorted(set(target)))
+    most, least = group.config.max_ranks, group.least_ranks()
+    if outside := [s for s in slots if not 0 <= s < most]:
+        raise Infeasible(f"slots {outside} are outside 0..{most - 1}")
+    if len(slots) > most:
+        raise Infeasible(f"{len(slots)} ranks are above spec.target.maxRanks {most}")
+    if len(slots) < least:
+        raise Infeasible(f"{len(slots)} ranks are too few: vLLM needs {least} for this model and its redundancy")
+    live = [h.slot for h in group.held(Role.LIVE)]
+    leaving = tuple(s for s in live if s not in slots)
+    if leaving and group.holes:
+        raise Infeasible(not_with_holes(leaving))
+    highest = group.removed or set(live[len(live) - len(leaving) :]) == set(leaving)
+    if group.machine.state == State.SERVING and not highest:
+        raise Infeasible(not_highest(live, leaving))
+    return slots
+
+
+def _choose(group: Group, size: int) -> tuple[int, ...]:
+    """The ranks that vLLM can keep, then the lowest free slots."""
+    kept = [h.slot for h in group.held(Role.LIVE) if h.slot in group.target][: max(0, size)]
+    free = [s for s in range(max(group.config.max_ranks, size)) if s not in kept]
+    free.sort(key=lambda s: (s not in group.target, s in group.unstartable, s))
+    return tuple(sorted([*kept, *free[: max(0, size) - len(kept)]]))
 
 
 async def grow(group: Group, slots: Sequence[int], record: Record) -> None:

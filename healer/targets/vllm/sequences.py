@@ -75,7 +75,9 @@ async def launch(group: Group, numbers: dict[int, int], *, joins: bool, fills: i
         rpc_port=group.rpc_port,
         joins=joins,
         redundant=group.redundant,
-        variables=group.in_place.variables(joins=bool(fills)) if group.in_place and group.coordinated else None,
+        variables=group.variables(fills=bool(fills)),
+        # a start that failed may have failed because it was a spare's
+        spares=not group.attempts.keys() & numbers.keys(),
     )
     started = await group.starter.start(sorted(numbers), shared)
     for slot, one in started.items():

@@ -1,7 +1,7 @@
 """Who starts and ends ranks: this host's processes, or hooks of the site for ranks that run elsewhere."""
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from healer.targets.vllm import commands
 from healer.targets.vllm.log_lines import LogTail
 from healer.targets.vllm.processes import Processes, log_name, sessions
 from healer.targets.vllm.records import Held, Part, Process
+from healer.targets.vllm.spares import Spares
 
 log = structlog.get_logger("healer.vllm")
 
@@ -66,11 +67,12 @@ class Launch:
         joins: bool,
         redundant: int | None = None,
         variables: Mapping[str, str] | None = None,
+        spares: bool = True,
     ):
-        """`ranks`: DP rank by slot. `variables`: further environment."""
+        """`ranks`: DP rank by slot. `variables`: further environment. `spares`: processes that stand by may become these ranks."""
         self.ranks, self.incarnations = ranks, incarnations
         self.size, self.rpc_port, self.joins = size, rpc_port, joins
-        self.redundant, self.variables = redundant, variables or {}
+        self.redundant, self.variables, self.spares = redundant, variables or {}, spares
 
 
 class LocalStarter:
@@ -78,8 +80,16 @@ class LocalStarter:
 
     fences = True
 
-    def __init__(self, target: VllmTarget, processes: Processes, api_key: str) -> None:
+    def __init__(
+        self,
+        target: VllmTarget,
+        processes: Processes,
+        api_key: str,
+        variables: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        """`variables`: further environment of ranks, as of now, for spares."""
         self._target, self._processes, self._api_key = target, processes, api_key
+        self.spares = Spares(target, processes, variables=variables) if target.spares else None
 
     async def start(self, slots: Sequence[int], launch: Launch) -> dict[int, Launched]:
         started: dict[int, Launched] = {}
@@ -99,7 +109,10 @@ class LocalStarter:
                 environment |= launch.variables
                 self._processes.tidy_logs(slot)
                 name = log_name(slot, launch.incarnations[slot])
-                started[slot] = self._processes.launch(name, command, environment)
+                warm = None
+                if self.spares is not None and launch.spares:
+                    warm = await self.spares.become(command, environment, name)
+                started[slot] = warm or self._processes.launch(name, command, environment)
         except BaseException:
             await self._processes.fence(started.values())
             raise

@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 
 from elastic.controller.records import Event, GroupStatus
-from elastic.errors import ElasticError, Infeasible
+from elastic.errors import ElasticError
 from elastic.vllm.records import GuardState
 from healer.authority import Authority
 from healer.policy.schema import Policy, VllmTarget
@@ -18,7 +18,7 @@ from healer.targets.vllm import adopt, commands, healing, in_place, recovery, sc
 from healer.targets.vllm.endpoints import read_key
 from healer.targets.vllm.group import Group
 from healer.targets.vllm.machine import State, Trigger
-from healer.targets.vllm.plan import LEAST_RANKS, Do, Step, decide, not_highest, not_with_holes
+from healer.targets.vllm.plan import LEAST_RANKS, Do, Step, decide
 from healer.targets.vllm.polling import Poller
 from healer.targets.vllm.processes import Processes
 from healer.targets.vllm.proof import Broken, NotStarted, Yielded
@@ -59,9 +59,9 @@ class VllmGroupTarget:
         self._processes = Processes(run_dir)
         hold_s = min(86400.0, target.deadlines.start_s + HOLD_SLACK_S)
         self._router = RouterLink(run_dir, target.gateway, self._processes, hold_s=hold_s)
-        if starter is None:
-            local = target.mode == "launch"
-            starter = LocalStarter(target, self._processes, key) if local else HookStarter(target, policy.spec.hooks)
+        if starter is None and target.mode == "launch":
+            starter = LocalStarter(target, self._processes, key, lambda: self.group.variables())
+        starter = starter or HookStarter(target, policy.spec.hooks)
         self.group = Group(policy, target, starter, self._router, on_event, key)
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -78,6 +78,8 @@ class VllmGroupTarget:
         group.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._tasks = [asyncio.create_task(self._poller.run(), name="vllm poll")]
         try:
+            if not self._observe_only:
+                await adopt.end_spares(group, self._processes)
             await self._use_plugin()
             if await adopt.adopt(group):
                 group.machine.move(Trigger.ADOPT, "a group runs")
@@ -95,6 +97,9 @@ class VllmGroupTarget:
         await self._router_up()
         self._poller.serves = True
         self._tasks.append(asyncio.create_task(self._run(), name="vllm actions"))
+        if group.spares is not None:
+            spares = group.spares.keep(lambda: group.calm and not self._idle)
+            self._tasks.append(asyncio.create_task(spares, name="vllm spares"))
         return sentence
 
     async def _use_plugin(self) -> None:
@@ -112,7 +117,11 @@ class VllmGroupTarget:
             self._tasks.append(asyncio.create_task(self._watch_coordination(group.in_place), name="vllm coordination"))
 
     async def _watch_coordination(self, plugin: in_place.InPlace) -> None:
-        await plugin.watch(lambda: len(self.group.held(Role.LIVE)) if self.group.coordinated and not self._idle else 0)
+        group, spares = self.group, self.group.spares
+        await plugin.watch(
+            lambda: len(group.held(Role.LIVE)) if group.coordinated and not self._idle else 0,
+            warm=lambda: spares is not None and spares.complete,
+        )
 
     async def _router_up(self) -> None:
         """A router that does not come up is reported and tried again: the ranks are worth more than it is."""
@@ -180,25 +189,7 @@ class VllmGroupTarget:
     def scale(self, target: int | Iterable[int], *, reason: str) -> tuple[int, ...]:
         group = self.group
         self._authority.check()
-        if group.machine.state == State.YIELDED:
-            raise Infeasible(
-                f"another controller is at work on this group: {group.machine.why}; restart healer to take it"
-            )
-        slots = self._choose(target) if isinstance(target, int) else tuple(sorted(set(target)))
-        most, least = group.config.max_ranks, group.least_ranks()
-        if outside := [s for s in slots if not 0 <= s < most]:
-            raise Infeasible(f"slots {outside} are outside 0..{most - 1}")
-        if len(slots) > most:
-            raise Infeasible(f"{len(slots)} ranks are above spec.target.maxRanks {most}")
-        if len(slots) < least:
-            raise Infeasible(f"{len(slots)} ranks are too few: vLLM needs {least} for this model and its redundancy")
-        live = [h.slot for h in group.held(Role.LIVE)]
-        leaving = tuple(s for s in live if s not in slots)
-        if leaving and group.holes:
-            raise Infeasible(not_with_holes(leaving))
-        highest = group.removed or set(live[len(live) - len(leaving) :]) == set(leaving)
-        if group.machine.state == State.SERVING and not highest:
-            raise Infeasible(not_highest(live, leaving))
+        slots = scaling.wanted(group, target)
         for slot in slots:
             group.attempts.pop(slot, None)
         group.target, group.not_before = slots, 0.0
@@ -206,14 +197,6 @@ class VllmGroupTarget:
         log.info("target.set", slots=list(slots), reason=reason)
         self._wake.set()
         return slots
-
-    def _choose(self, size: int) -> tuple[int, ...]:
-        """The ranks that vLLM can keep, then the lowest free slots."""
-        group = self.group
-        kept = [h.slot for h in group.held(Role.LIVE) if h.slot in group.target][: max(0, size)]
-        free = [s for s in range(max(group.config.max_ranks, size)) if s not in kept]
-        free.sort(key=lambda s: (s not in group.target, s in group.unstartable, s))
-        return tuple(sorted([*kept, *free[: max(0, size) - len(kept)]]))
 
     def release(self) -> None:
         """Nothing: a policy that asks for it is refused, since vLLM's ranks cannot drop a step."""
@@ -241,6 +224,8 @@ class VllmGroupTarget:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self.group.spares is not None:
+            await self.group.spares.end()
         if self.group.machine.may(Trigger.CLOSE):
             self.group.machine.move(Trigger.CLOSE, "the daemon ends")
         if self.group.ranks:
