@@ -44,7 +44,11 @@ class Group:
         router: RouterLink | None,
         emit: Callable[[Event], None],
         api_key: str,
+        *,
+        observes: bool = False,
     ) -> None:
+        """`observes`: files and router are another daemon's, and are left alone."""
+        self.observes = observes
         self.name, self.config, self.starter, self.router = policy.metadata.name, target, starter, router
         self.arguments = commands.arguments(target)
         self.model = commands.model_name(target)
@@ -165,7 +169,7 @@ class Group:
 
     def publish(self) -> None:
         """Tell the router, where anything changed."""
-        if self.router is None:
+        if self.router is None or self.observes:
             return
         routes = tuple(
             RankSpec(r.held.slot, r.held.incarnation, r.held.url, self._admits(r))
@@ -302,6 +306,8 @@ class Group:
 
     def save(self) -> None:
         """What cannot be written is logged: the daemon then cannot adopt, and says so at its next start."""
+        if self.observes:
+            return
         found = files.VllmState(
             group=self.name,
             epoch=self.epoch,

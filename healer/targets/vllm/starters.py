@@ -142,6 +142,34 @@ class LocalStarter:
         )
 
 
+class Onlooker:
+    """Looks at the ranks of another starter, and starts and ends nobody: for a dry run."""
+
+    fences = False
+
+    def __init__(self, starter: Starter) -> None:
+        self._starter = starter
+
+    async def start(self, slots: Sequence[int], launch: Launch) -> dict[int, Launched]:
+        raise ElasticError("a dry run starts no ranks")
+
+    async def fence(self, ranks: Collection[Held]) -> None: ...
+
+    async def end(self, ranks: Collection[Held], *, deadline_s: float) -> None: ...
+
+    def processes(self, ranks: Collection[Held]) -> dict[int, list[Process]]:
+        return self._starter.processes(ranks)
+
+    def tail(self, rank: Held) -> LogTail | None:
+        return self._starter.tail(rank)
+
+    def last_words(self, rank: Held) -> str:
+        return self._starter.last_words(rank)
+
+    def ended(self, rank: Held) -> bool:
+        return self._starter.ended(rank)
+
+
 class HookStarter:
     """Ranks that others run: nothing is known of their processes."""
 

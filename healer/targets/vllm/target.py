@@ -25,7 +25,7 @@ from healer.targets.vllm.proof import Broken, NotStarted, Yielded
 from healer.targets.vllm.record import Record
 from healer.targets.vllm.records import Role
 from healer.targets.vllm.router import RouterLink
-from healer.targets.vllm.starters import HookStarter, LocalStarter, Starter
+from healer.targets.vllm.starters import HookStarter, LocalStarter, Onlooker, Starter
 
 log = structlog.get_logger("healer.vllm")
 
@@ -62,7 +62,9 @@ class VllmGroupTarget:
         if starter is None and target.mode == "launch":
             starter = LocalStarter(target, self._processes, key, lambda: self.group.variables())
         starter = starter or HookStarter(target, policy.spec.hooks)
-        self.group = Group(policy, target, starter, self._router, on_event, key)
+        if observe_only:
+            starter = Onlooker(starter)
+        self.group = Group(policy, target, starter, self._router, on_event, key, observes=observe_only)
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._running: asyncio.Task[None] | None = None
@@ -85,13 +87,16 @@ class VllmGroupTarget:
                 group.machine.move(Trigger.ADOPT, "a group runs")
                 await adopt.prove(group)
                 sentence = f"adopted {len(group.held(Role.LIVE))} ranks"
+            elif self._observe_only:
+                raise ElasticError(f"{group.run_dir}: no group {group.name!r} serves here, and a dry run starts none")
             else:
                 sentence = await self._form()
         except BaseException:
             await self._let_go()
-            self._router.stop()
-            if group.coordinated and not group.ranks:
-                await in_place.quit(group.run_dir)
+            if not self._observe_only:
+                self._router.stop()
+                if group.coordinated and not group.ranks:
+                    await in_place.quit(group.run_dir)
             raise
         group.publish()
         await self._router_up()
@@ -211,6 +216,8 @@ class VllmGroupTarget:
         group = self.group
         held = group.held()
         await self._let_go()
+        if self._observe_only:
+            return
         self._router.stop()
         await group.starter.end(held, deadline_s=group.config.deadlines.end_s)
         group.ranks.clear()
