@@ -295,7 +295,8 @@ class _One:
             if whole and not faultline.standing:
                 faultline.whole(whole_at)
             if faultline.waiting or faultline.standing:
-                quiet = whole and now - whole_at > QUIET_S
+                # by looks that came back: on a busy machine the last one may be older than the fault's consequences
+                quiet = whole and watched.looked_at - whole_at > QUIET_S
                 if (
                     faultline.waits_for_states_only
                     and not faultline.standing
@@ -307,7 +308,7 @@ class _One:
                     faultline.give_up(f"not within {now - began:.0f} s: {', '.join(faultline.waiting)}")
                     return
                 continue
-            if whole and now - since >= spec.settle_s and now - began >= spec.load.at_least_s:
+            if whole and watched.looked_at - since >= spec.settle_s and now - began >= spec.load.at_least_s:
                 self._whole_after_s = max(0.0, whole_at - since)
                 return
             if now - since > self._expect.whole_within_s + spec.settle_s:
