@@ -29,7 +29,7 @@ class Troupe:
         self._restarts_s: tuple[float, ...] = ()
         self._stage: Stage | None = None
         self._runner: Runner | None = None
-        self._model: Path | None = None
+        self._models: dict[str, Path] = {}
 
     async def __aenter__(self) -> "Troupe":
         return self
@@ -56,9 +56,7 @@ class Troupe:
         if self._stage is not None and (fresh or group.fresh or self._stage.group.key != group.key):
             await self._leave()
         if self._stage is None or self._runner is None:
-            if self._model is None:
-                self._model = make_model(self._work / "tiny-moe")
-            stage = Stage(group, self._model)
+            stage = Stage(group, self._model_for(group.ep_backend))
             await stage.__aenter__()
             self._stage, self._runner = stage, Runner(stage, self._say)
             if self._restarts:
@@ -66,6 +64,12 @@ class Troupe:
                 self._restarts, self._restarts_s = 0, stage.restarts_s
             stage.restarts_s = self._restarts_s
         return self._runner
+
+    def _model_for(self, ep_backend: str) -> Path:
+        kind = "gpu" if ep_backend == "nixl-ep" else "cpu"
+        if kind not in self._models:
+            self._models[kind] = make_model(self._work / f"{kind}-moe", ep_backend)
+        return self._models[kind]
 
     async def _leave(self) -> None:
         stage, self._stage, self._runner = self._stage, None, None

@@ -19,6 +19,8 @@ class Machine(msgspec.Struct, frozen=True):
     kernel: str
     load: tuple[float, float, float]
     """Runnable processes, average over 1, 5 and 15 minutes, before the measurement: what others took from it."""
+    gpus: tuple[str, ...] = ()
+    """Name, driver and memory of each NVIDIA GPU."""
 
 
 def machine() -> Machine:
@@ -32,7 +34,16 @@ def machine() -> Machine:
         memory_gb=round(psutil.virtual_memory().total / 1e9, 1),
         kernel=platform.release(),
         load=os.getloadavg(),
+        gpus=gpus(),
     )
+
+
+def gpus() -> tuple[str, ...]:
+    """Name, driver and memory of each NVIDIA GPU; empty where there is none."""
+    query = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return tuple(line.strip() for line in _output(*query).splitlines() if line.strip())
+    return ()
 
 
 def versions() -> dict[str, str]:

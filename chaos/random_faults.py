@@ -104,13 +104,51 @@ CASES: tuple[tuple[Callable[[Random], list[Fault]], int], ...] = (
 """What may happen, and how often against the others."""
 
 
-def drawn(seed: int, number: int, faults: int) -> tuple[Scenario, str]:
+def _illegal_address(draw: Random) -> list[Fault]:
+    return [{"kind": "illegal-address", "random": 1}]
+
+
+def _misaligned_address(draw: Random) -> list[Fault]:
+    return [{"kind": "misaligned-address", "random": 1}]
+
+
+def _device_assert(draw: Random) -> list[Fault]:
+    return [{"kind": "device-assert", "random": 1}]
+
+
+GPU_CASES: tuple[tuple[Callable[[Random], list[Fault]], int], ...] = (
+    (_kill, 24),
+    (_stop, 12),
+    (_illegal_address, 16),
+    (_misaligned_address, 4),
+    (_device_assert, 4),
+    (_kill_two, 4),
+    (_daemon_kill, 4),
+    (_second_at_a_state, 8),
+    (_joiner_at_a_state, 4),
+)
+"""On real GPUs: errors of kernels too, which end the CUDA context of a process and leave the GPU as it was."""
+GPU_GROUP: dict[str, Any] = {
+    "ranks": 4,
+    "maxRanks": 4,
+    "slotsPerRank": 4,
+    "redundantExperts": 8,
+    "epBackend": "nixl-ep",
+    "spares": 4,
+    # each slot fails again and again here, and a proof of the device before each start takes seconds
+    "policy": {"healing": {"probation": {"repeated": 1000}}},
+}
+"""On one GPU or several: the slots take them in turn."""
+
+
+def drawn(seed: int, number: int, faults: int, *, on_gpus: bool = False) -> tuple[Scenario, str]:
     """The `number`-th scenario of a campaign, with at least `faults` faults, and its text."""
     draw = Random(f"{seed}/{number}")
+    cases = GPU_CASES if on_gpus else CASES
     found: list[Fault] = []
     at_s = draw.uniform(0.3, 1.5)
     while len(found) < faults:
-        case = draw.choices([c for c, _ in CASES], [weight for _, weight in CASES])[0]
+        case = draw.choices([c for c, _ in cases], [weight for _, weight in cases])[0]
         for fault in case(draw):
             found.append(fault if "when" in fault else fault | {"at": _ms(at_s)})
         at_s += draw.uniform(*BETWEEN_S)
@@ -124,6 +162,7 @@ def drawn(seed: int, number: int, faults: int) -> tuple[Scenario, str]:
             "tags": ["random"],
         },
         "spec": {
+            **({"group": GPU_GROUP} if on_gpus else {}),
             "load": {"ratePerSecond": 5.0},
             "faults": found,
             # a state may not be come to once a fault before it has changed what happens

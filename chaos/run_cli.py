@@ -30,6 +30,7 @@ def run(
     random: Annotated[bool, typer.Option("--random", help="Random faults instead of scenarios.")] = False,
     hours: Annotated[float, typer.Option(min=0.0, help="Of --random; 0: until --faults are done.")] = 0.0,
     faults: Annotated[int, typer.Option(min=0, help="Of --random; 0: until --hours are over.")] = 0,
+    gpus: Annotated[bool, typer.Option("--gpus", help="Of --random: on the NVIDIA GPUs of this machine.")] = False,
     seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 1,
     out: Annotated[Path, typer.Option(help="Folder for the records; it is emptied first.")] = Path("chaos-runs/last"),
     patience: Annotated[
@@ -56,6 +57,8 @@ def run(
         raise typer.BadParameter("either files or --random")
     if random and not (hours or faults):
         raise typer.BadParameter("--random needs --hours or --faults")
+    if gpus and not random:
+        raise typer.BadParameter("--gpus needs --random; a scenario says `group: {epBackend: nixl-ep}` itself")
     try:
         read = [] if random else load_all(files or [FOLDER])
     except ScenarioError as error:
@@ -78,6 +81,7 @@ def run(
         random=random,
         hours=hours,
         faults=faults,
+        on_gpus=gpus,
         seed=seed,
         patience=patience,
         minimise=minimise,

@@ -37,7 +37,8 @@ class Group(_Model):
     max_ranks: Annotated[int, Field(ge=1, le=16)] = 6
     slots_per_rank: Annotated[int, Field(ge=1, le=256)] = 8
     redundant_experts: Annotated[int, Field(ge=0, le=4096)] = 8
-    ep_backend: Literal["shm", "nixl"] = "shm"
+    ep_backend: Literal["shm", "nixl", "nixl-ep"] = "shm"
+    """``nixl-ep``: on the NVIDIA GPUs of this machine."""
     spares: Annotated[int, Field(ge=0, le=8)] = 0
     host_tier: bool = True
     gpus: bool = False

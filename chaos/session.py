@@ -25,6 +25,7 @@ class Wanted(msgspec.Struct, frozen=True):
     random: bool
     hours: float
     faults: int
+    on_gpus: bool
     seed: int
     patience: float | None
     """None: from the load of the machine, anew for each run."""
@@ -74,7 +75,7 @@ class Session:
         number = 0
         while not self._enough(began):
             number += 1
-            scenario, text = drawn(wanted.seed, number, FAULTS_A_RUN)
+            scenario, text = drawn(wanted.seed, number, FAULTS_A_RUN, on_gpus=wanted.on_gpus)
             again = ("healer-chaos", "run", "SCENARIO", "--seed", str(wanted.seed))
             order = Order(scenario, text, "random", wanted.seed, again, patience(wanted.patience))
             path = self._out / order.id / "scenario.yaml"
@@ -88,6 +89,8 @@ class Session:
         if sum(run.verdict in ("failed", "error") for run in self._runs) >= FAILURES:
             self._say(f"ended after {FAILURES} failures")
             return True
+        if self._runs and self._runs[-1].verdict == "skipped":
+            return True  # all of a random campaign want the same group
         done = sum(run.faults for run in self._runs)
         over = wanted.hours and time.monotonic() - began >= wanted.hours * 3600
         return bool(over or (wanted.faults and done >= wanted.faults))

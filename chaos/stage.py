@@ -25,6 +25,7 @@ from chaos.hook import FOLDER_VARIABLE, GPUS, Gpus, Hook
 from chaos.hosts import DEVICE, Hosts
 from chaos.injectors.gpus import follow_ranks
 from chaos.load import Generator
+from chaos.machine import gpus
 from chaos.records import Baseline, GroupFacts, Prompt, tokens_hash
 from chaos.scenario import Group, Load
 from elastic.client import Tokens, random_prompts, traffic
@@ -39,6 +40,11 @@ DAEMON_S = 30.0
 BASELINE_S = 2.0
 BETWEEN_HOSTS = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": DEVICE}
 MODEL_ARGUMENTS = ("--vocab", str(VOCAB))
+GPU_MODEL_ARGUMENTS = (
+    *("--layers", "8", "--experts", "8", "--hidden", "2048", "--expert-intermediate", "128"),
+    *("--heads", "16", "--kv-heads", "4", "--head-dim", "64"),
+)
+"""NIXL EP's kernels are built for some widths only, of which this is the smallest."""
 
 
 class Skip(ElasticError):
@@ -320,6 +326,8 @@ class Stage:
     def _prepare(self) -> None:
         run_dir = self.run_dir
         run_dir.mkdir()
+        if self.group.ep_backend == "nixl-ep" and not gpus():
+            raise Skip("epBackend nixl-ep needs an NVIDIA GPU, and nvidia-smi shows none")
         if self.group.disk_mb:
             command = [
                 "mount",
@@ -354,13 +362,13 @@ class Stage:
             self._gpus = _Followed(self.deployment.hooks, self.group.max_ranks)
             root = self.deployment.hooks / "root"
             root.mkdir()
-            gpus = Gpus(
+            stand_in = Gpus(
                 library=str(library),
                 root=str(root),
                 kernel_log=str(self._gpus.kernel_log),
                 environment=fake_nvml.environment(self._gpus.script),
             )
-            (self.deployment.hooks / GPUS).write_bytes(msgspec.json.encode(gpus))
+            (self.deployment.hooks / GPUS).write_bytes(msgspec.json.encode(stand_in))
 
     def _release(self) -> None:
         if self._disk is not None:
@@ -401,10 +409,11 @@ class _Followed:
                 follow_ranks(self.script, found.items())
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, ep_backend: str) -> Path:
     """A small random model, the same each time. Raises ElasticError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "elastic.tools.make_checkpoint", str(folder), *MODEL_ARGUMENTS]
+    arguments = (*MODEL_ARGUMENTS, *(GPU_MODEL_ARGUMENTS if ep_backend == "nixl-ep" else ()))
+    command = [sys.executable, "-m", "elastic.tools.make_checkpoint", str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ElasticError(f"no model could be made: {done.stderr.strip()[-500:]}")

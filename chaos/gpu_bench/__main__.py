@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import gc
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from chaos.gpu_bench.lab import Lab, Options, utc_now
 from chaos.gpu_bench.parts import run_late, run_main, run_shared
 from chaos.gpu_bench.records import Results
 from chaos.gpu_bench.under_daemon import run_under_daemon
-from chaos.machine import machine, versions
+from chaos.machine import gpus, machine, versions
 from elastic.errors import ElasticError
 from healer.interrupt import Interrupted, run_to_its_end
 
@@ -27,15 +26,6 @@ PARTS = (
     *("shared-gpus", "witnesses", "timeout-1s", "timeout-30s"),
 )
 MODELS = {"orphans-wide": ("wide",), "shared-gpus": ("short",), "timeout-1s": ("short",), "timeout-30s": ("short",)}
-
-
-def gpus() -> tuple[str, ...]:
-    """Name and driver of each; empty where there is none."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-        return tuple(line.strip() for line in said.splitlines() if line.strip())
-    return ()
 
 
 def _gpu_versions() -> dict[str, str]:

@@ -12,12 +12,11 @@ from typing import Any
 import msgspec
 
 from chaos.command import run_command, utc_now
-from chaos.gpu_bench.__main__ import gpus
 from chaos.inplace_gpu import kills, overhead, report
 from chaos.inplace_gpu.profile import MOST_RANKS, InPlaceProfile, of
 from chaos.inplace_gpu.records import Case, Part, Results
 from chaos.inplace_gpu.watch import ROUTER, Clients
-from chaos.machine import machine
+from chaos.machine import gpus, machine
 from chaos.vllm_gpu import command
 from chaos.vllm_gpu.scene import Scene
 

@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from chaos.command import run_command, utc_now
-from chaos.gpu_bench.__main__ import gpus
-from chaos.machine import machine
+from chaos.machine import gpus, machine
 from chaos.vllm_gpu import command, report
 from chaos.vllm_gpu.parts import PARTS, Running
 from chaos.vllm_gpu.profile import Profile

@@ -14,8 +14,7 @@ from pathlib import Path
 import msgspec
 
 from chaos.command import write_json
-from chaos.gpu_bench.__main__ import gpus
-from chaos.machine import versions
+from chaos.machine import gpus, versions
 from chaos.vllm_gpu import profile as profiles
 from chaos.vllm_gpu.profile import Profile
 from elastic.errors import ElasticError

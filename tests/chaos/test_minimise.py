@@ -77,3 +77,11 @@ def test_every_case_is_drawn_in_a_campaign_of_500_faults() -> None:
     kinds = {f.kind for number in range(1, 101) for f in drawn(1, number, 5)[0].spec.faults}
     assert kinds >= {"kill", "stop", "terminate", "stuck", "slow", "daemon-kill", "daemon-stop", "disk-slow"}
     assert len(CASES) == 12
+
+
+def test_a_campaign_on_gpus_has_errors_of_kernels_and_nothing_that_only_a_cpu_group_can_have() -> None:
+    scenarios = [drawn(3, number, 5, on_gpus=True)[0] for number in range(1, 31)]
+    assert {one.spec.group.ep_backend for one in scenarios} == {"nixl-ep"}
+    kinds = {fault.kind for one in scenarios for fault in one.spec.faults}
+    assert {"kill", "stop", "illegal-address", "misaligned-address", "device-assert"} <= kinds
+    assert not kinds & {"slow", "disk-slow", "stuck"}

@@ -10,6 +10,7 @@ import pytest
 
 from chaos import records
 from chaos.invariants import suite
+from chaos.machine import gpus
 from chaos.records import Campaign, Fault, PhaseEvent, Request, Run, SequenceLine
 from elastic.flight import StepLine, Stepped, Viewed
 
@@ -91,6 +92,7 @@ def test_a_run_that_fails_is_reduced_to_the_fault_that_is_enough(tmp_path: Path)
         (["x.yaml", "--random", "--faults", "3"], "either files or --random"),
         (["no-such-file.yaml"], "No such file"),
         (["--name", "nothing-has-this-name"], "no scenario has that tag and name"),
+        (["--gpus"], "--gpus needs --random"),
         (["--patience", "0.5"], "greater than or equal to 1"),
     ],
 )
@@ -107,3 +109,10 @@ def test_a_folder_with_other_things_is_never_emptied(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "so it is not emptied" in done.stderr
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.skipif(bool(gpus()), reason="it would run here")
+def test_a_campaign_that_this_machine_cannot_hold_ends_at_once_and_says_why(tmp_path: Path) -> None:
+    done = chaos("--random", "--gpus", "--faults", "5", "--restarts", "0", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0
+    assert "skipped random-0001: epBackend nixl-ep needs an NVIDIA GPU, and nvidia-smi shows none" in done.stdout
