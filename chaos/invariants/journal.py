@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from chaos.invariants.violation import Violation
-from chaos.records import JournalEntry
+from chaos.records import JournalEntry, ReportEvent
 from chaos.report.source import RunData
 
 
@@ -25,13 +25,17 @@ def check(data: RunData) -> Iterator[Violation]:
 
 
 def _outcomes(data: RunData, entries: list[JournalEntry]) -> Iterator[Violation]:
-    """Each sequence that ended is in the journal, by kind and the moment of its cause."""
+    """Each sequence that ended is in the journal, by kind and the moment of its cause; but for one at whose end the daemon was
+    killed, before it could write."""
     written = {
         (report["kind"], round(float(report["began"]), 3))
         for entry in entries
         if entry.kind == "outcome" and isinstance(report := entry.body.get("report"), dict)
     }
+    killed = {fault.daemon_pid for fault in data.faults if fault.kind == "daemon-kill" and fault.state.step == "ended"}
+    last = {line.daemon_pid: line.report for line in data.sequences if isinstance(line, ReportEvent)}
+    cut_off = [last[pid] for pid in killed if pid in last]
     for report in data.reports:
-        if (report.kind, round(report.began, 3)) not in written:
+        if (report.kind, round(report.began, 3)) not in written and report not in cut_off:
             where = f"{report.kind}, at {report.began:.3f}"
             yield Violation(10, where, f"ended as {report.outcome} and is not in the journal")

@@ -9,7 +9,7 @@ import pytest
 
 from chaos import records
 from chaos.invariants import Violation, check
-from chaos.records import DaemonEvent, JournalEntry, PhaseEvent, ReportEvent, SequenceLine
+from chaos.records import DaemonEvent, JournalEntry, PhaseEvent, ReportEvent, SequenceLine, SequenceState
 from elastic.flight import Boot, Emission, StepLine, Stepped, Viewed
 from tests.chaos.record_builder import ANSWER, BEGAN, kill, loss, request, write_run
 
@@ -307,3 +307,15 @@ def test_a_healing_that_the_journal_does_not_know_is_found(tmp_path: Path) -> No
     )
     records.write_lines(path / records.SEQUENCES, HEALED)
     assert [violation.invariant for violation in check(path)] == [10]
+
+
+def test_the_last_word_of_a_daemon_that_was_killed_with_it_need_not_be_in_the_journal(tmp_path: Path) -> None:
+    last = next(line.daemon_pid for line in reversed(HEALED) if isinstance(line, ReportEvent))
+    killed = msgspec.structs.replace(
+        FAULT, id="f2", kind="daemon-kill", daemon_pid=last, state=SequenceState(sequence="loss", step="ended", epoch=4)
+    )
+    path = write_run(
+        tmp_path / "run", faults=(FAULT, killed), reports=(REPORT,), requests=(request(0, BEGAN),), steps_of=sound()
+    )
+    records.write_lines(path / records.SEQUENCES, HEALED)
+    assert not [violation for violation in check(path) if violation.invariant == 10]
