@@ -7,6 +7,9 @@ from chaos.records import DaemonEvent
 from chaos.report.source import RunData
 
 
+SILENT = "no answer within the commit deadline"
+
+
 def check(data: RunData) -> Iterator[Violation]:
     """By the faults that were injected, and by what the daemon itself had written down before it acted."""
     wanted = [
@@ -20,11 +23,23 @@ def check(data: RunData) -> Iterator[Violation]:
         for slot in set(report.slots) - called:
             where = f"slot {slot}, at {report.began:.3f}"
             yield Violation(9, where, f"removed, though no fault called for it: {report.reason}")
-        for slot in set(report.slots):
+        # the executor's own: a rank that answered no order within several commit deadlines
+        silent = _given_up(data, report.ended) if SILENT in report.reason else set()
+        for slot in set(report.slots) - silent:
             if not any(s == slot and at <= report.ended for s, at in condemned):
                 yield Violation(
                     8, f"slot {slot}, at {report.began:.3f}", "removed without a verdict or a death before it"
                 )
+
+
+def _given_up(data: RunData, until: float) -> set[int]:
+    """Slots of which the daemon wrote, before the loss ended, that the executor itself gave them up."""
+    return {
+        slot
+        for entry in data.decisions()
+        if entry.kind == "decision" and entry.body.get("reason") == "executor" and entry.monotonic <= until
+        for slot in entry.body.get("slots", ())
+    }
 
 
 def _condemned(data: RunData) -> list[tuple[int, float]]:

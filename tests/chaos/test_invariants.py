@@ -319,3 +319,20 @@ def test_the_last_word_of_a_daemon_that_was_killed_with_it_need_not_be_in_the_jo
     )
     records.write_lines(path / records.SEQUENCES, HEALED)
     assert not [violation for violation in check(path) if violation.invariant == 10]
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_rank_that_the_executor_itself_gave_up_needs_the_daemon_s_word_for_it(
+    tmp_path: Path, is_written: bool
+) -> None:
+    silent = msgspec.structs.replace(
+        REPORT, reason="no answer within the commit deadline: rank 1.1: no answer to Abort"
+    )
+    ended = msgspec.structs.replace(ENDED, report=silent)
+    path = write_run(tmp_path / "run", faults=(FAULT,), requests=(request(0, BEGAN),), steps_of=sound())
+    records.write_lines(path / records.SEQUENCES, [*HEALED[1:-1], ended])
+    if is_written:
+        body = {"reason": "executor", "slots": [1]}
+        entry = JournalEntry(seq=1, wall=1.0, monotonic=REPORT.ended - 0.01, kind="decision", incident="", body=body)
+        records.write_lines(path / records.DECISIONS, [entry])
+    assert any(violation.invariant == 8 for violation in check(path)) is not is_written
