@@ -6,7 +6,6 @@ from chaos.invariants.violation import Violation
 from chaos.records import DaemonEvent
 from chaos.report.source import RunData
 
-
 SILENT = "no answer within the commit deadline"
 
 
