@@ -47,11 +47,14 @@ def gpus() -> tuple[str, ...]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, what was installed, and the revision of this repository where it is one ("+": with changes)."""
+    """Of Python, what was installed, and the revision of this repository where it is one ("+": with changes), or else what
+    HEALER_REVISION says: for a copy without its history."""
     found = {"python": platform.python_version()}
     for name in ("healer", "torch", "nixl"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
+    if named := os.environ.get("HEALER_REVISION"):
+        found["revision"] = named
     git = ["git", "-C", str(Path(__file__).parents[1])]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         commit = _output(*git, "rev-parse", "--short=12", "HEAD")

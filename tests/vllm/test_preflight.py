@@ -36,6 +36,8 @@ def test_a_deployment_made_for_it_has_nothing_to_complain_about() -> None:
 @pytest.mark.parametrize(
     ("rule", "arguments", "changes"),
     [
+        ("executable", GOOD, {"no_command": "vllm"}),
+        ("model", GOOD, {"no_model": "/no/such/model"}),
         ("elastic-off", GOOD.replace("--enable-eplb ", ""), {}),
         ("elastic-off", GOOD.replace("--enable-elastic-ep", "--no-enable-elastic-ep"), {}),
         ("pipeline", GOOD + " -pp 2", {}),

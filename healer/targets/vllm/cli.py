@@ -52,6 +52,9 @@ def check(
         for one in findings:
             typer.echo(f"{one.level.value}: {one.what}\n  fix: {one.fix}")
         typer.echo(f"healing in place: {verdict.state}{': ' if verdict.reason else ''}{verdict.reason}")
+        if target.spares:
+            # measured: docs/vllm.md
+            typer.echo(f"spares: {target.spares}, about 0.6 GB of memory each")
         unknown = [name for name in ("vllm", "nixl", "experts") if getattr(read, name) is None]
         note = f" (not known here, so not checked: {', '.join(unknown)})" if unknown else ""
         typer.echo(f"{file}: {'will not work' if failed else 'nothing is in the way'}{note}")

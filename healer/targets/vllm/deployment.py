@@ -44,7 +44,13 @@ def read(policy: Policy, target: VllmTarget) -> Deployment:
         external=target.load_balancing == "external",
         settle_s=target.deadlines.settle_s,
         stall_after_s=policy.spec.detection.stall_after_s,
+        no_command=target.executable if launched and shutil.which(target.executable) is None else "",
+        no_model=target.model if launched and _is_absent_folder(target.model) else "",
     )
+
+
+def _is_absent_folder(model: str) -> bool:
+    return model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists()
 
 
 def experts(target: VllmTarget) -> int | None:

@@ -51,6 +51,10 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     settle_s: float
     stall_after_s: float
     """Of the policy: deadlines.settle, detection.stallAfter."""
+    no_command: str = ""
+    """The command that ranks are launched by, where this machine has none of that name."""
+    no_model: str = ""
+    """A folder that the policy names as the model and that is not there."""
 
     @property
     def redundant(self) -> int:
@@ -91,6 +95,18 @@ def check(deployment: Deployment) -> tuple[Finding, ...]:
             if finding not in found:
                 found.append(finding)
     return tuple(sorted(found, key=lambda f: f.level))
+
+
+def present(d: Deployment) -> Iterator[Finding]:
+    """A warning: a policy may be checked on another machine than the one that it is for."""
+    if d.no_command:
+        what = f"spec.target.executable {d.no_command}: not found on this machine, where healer would launch the ranks"
+        yield Finding("executable", Level.WARNING, what, "give the path of vLLM's command, such as /opt/vllm/bin/vllm")
+    if d.no_model:
+        what = f"spec.target.model {d.no_model}: no such folder on this machine"
+        yield Finding(
+            "model", Level.WARNING, what, "give the folder of the checkpoint, or a name on the Hugging Face Hub"
+        )
 
 
 def elastic_on(d: Deployment) -> Iterator[Finding]:
@@ -294,6 +310,7 @@ def open_endpoints(d: Deployment) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
+    present,
     elastic_on,
     fault_tolerance_on,
     load_balancing,
