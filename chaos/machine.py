@@ -10,6 +10,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
+GPUS_S = 20.0
+
 
 class Machine(msgspec.Struct, frozen=True):
     cpu: str
@@ -39,10 +41,12 @@ def machine() -> Machine:
 
 
 def gpus() -> tuple[str, ...]:
-    """Name, driver and memory of each NVIDIA GPU; empty where there is none."""
+    """Name, driver and memory of each NVIDIA GPU; empty where there is none, or where nobody says so in time."""
     query = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return tuple(line.strip() for line in _output(*query).splitlines() if line.strip())
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        # it hangs where a GPU has fallen off the bus; "No devices were found" comes with exit code 0
+        said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=GPUS_S).stdout
+        return tuple(line.strip() for line in said.splitlines() if line.count(",") == 2)
     return ()
 
 

@@ -7,6 +7,9 @@ from chaos.invariants.violation import Violation
 from chaos.records import JournalEntry, ReportEvent
 from chaos.report.source import RunData
 
+AT_ONCE_S = 1.0
+"""The daemon stands at the end of the sequence until it is killed; what it had time to write it must have written."""
+
 
 def check(data: RunData) -> Iterator[Violation]:
     entries = sorted((*data.evidence(), *data.decisions()), key=lambda entry: entry.seq)
@@ -32,9 +35,13 @@ def _outcomes(data: RunData, entries: list[JournalEntry]) -> Iterator[Violation]
         for entry in entries
         if entry.kind == "outcome" and isinstance(report := entry.body.get("report"), dict)
     }
-    killed = {fault.daemon_pid for fault in data.faults if fault.kind == "daemon-kill" and fault.state.step == "ended"}
     last = {line.daemon_pid: line.report for line in data.sequences if isinstance(line, ReportEvent)}
-    cut_off = [last[pid] for pid in killed if pid in last]
+    cut_off = [
+        last[fault.daemon_pid]
+        for fault in data.faults
+        if fault.kind == "daemon-kill" and fault.state.step == "ended" and fault.daemon_pid in last
+        if fault.at - last[fault.daemon_pid].ended < AT_ONCE_S
+    ]
     for report in data.reports:
         if (report.kind, round(report.began, 3)) not in written and report not in cut_off:
             where = f"{report.kind}, at {report.began:.3f}"

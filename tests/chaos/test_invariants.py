@@ -309,16 +309,19 @@ def test_a_healing_that_the_journal_does_not_know_is_found(tmp_path: Path) -> No
     assert [violation.invariant for violation in check(path)] == [10]
 
 
-def test_the_last_word_of_a_daemon_that_was_killed_with_it_need_not_be_in_the_journal(tmp_path: Path) -> None:
-    last = next(line.daemon_pid for line in reversed(HEALED) if isinstance(line, ReportEvent))
+@pytest.mark.parametrize(("after_s", "invariants"), [(0.01, []), (60.0, [10])])
+def test_the_last_word_of_a_daemon_that_was_killed_with_it_need_not_be_in_the_journal(
+    tmp_path: Path, after_s: float, invariants: list[int]
+) -> None:
+    ended = SequenceState(sequence="loss", step="ended", epoch=4)
     killed = msgspec.structs.replace(
-        FAULT, id="f2", kind="daemon-kill", daemon_pid=last, state=SequenceState(sequence="loss", step="ended", epoch=4)
+        FAULT, id="f2", kind="daemon-kill", daemon_pid=ENDED.daemon_pid, state=ended, at=REPORT.ended + after_s
     )
     path = write_run(
         tmp_path / "run", faults=(FAULT, killed), reports=(REPORT,), requests=(request(0, BEGAN),), steps_of=sound()
     )
     records.write_lines(path / records.SEQUENCES, HEALED)
-    assert not [violation for violation in check(path) if violation.invariant == 10]
+    assert [violation.invariant for violation in check(path) if violation.invariant == 10] == invariants
 
 
 @pytest.mark.parametrize("is_written", [True, False])

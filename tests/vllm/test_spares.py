@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -294,6 +295,53 @@ async def test_who_has_no_spares_of_its_own_leaves_the_list_of_another_daemon_al
     (tmp_path / "run/spares.json").write_text("[]")
     await found.end()
     assert (tmp_path / "run/spares.json").exists()
+
+
+def listed(folder: Path) -> list[int]:
+    path = spares.path_of(folder / "run")
+    return [one["pid"] for one in json.loads(path.read_text())] if path.exists() else []
+
+
+async def listed_in_time(folder: Path, pids: list[int]) -> None:
+    async with asyncio.timeout(20):
+        while listed(folder) != pids:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_a_daemon_whose_lease_is_over_leaves_the_list_of_the_next_one_alone(tmp_path: Path) -> None:
+    make_vllm(tmp_path)
+    old, new, acts = alone(tmp_path), alone(tmp_path), [True]
+    async with kept(old, lambda: acts[0]):
+        await until_state(old, "ready")
+        pid = old.status()[0].pid
+        acts[0] = False
+        async with kept(new):
+            await until_state(new, "ready")
+            theirs = [new.status()[0].pid]
+            await listed_in_time(tmp_path, theirs)
+            os.kill(pid, signal.SIGKILL)
+            await until_state(old, "given-up")
+            await old.end()
+            assert listed(tmp_path) == theirs
+
+
+async def test_a_list_that_did_not_fit_on_the_disk_is_written_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_vllm(tmp_path)
+    found = alone(tmp_path)
+    with monkeypatch.context() as full:
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "no space")
+
+        full.setattr(spares, "write_json", refuse)
+        task = asyncio.create_task(found.keep(lambda: True))
+        await until_state(found, "ready")
+        assert not listed(tmp_path)
+    await listed_in_time(tmp_path, [found.status()[0].pid])
+    task.cancel()
+    await found.end()
 
 
 async def test_a_spare_that_does_not_come_up_is_given_up_with_its_reason_and_tried_again(

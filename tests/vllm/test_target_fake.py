@@ -289,40 +289,6 @@ async def test_a_rank_that_died_while_nobody_looked_is_reported_by_the_next_daem
         await stand.until(lambda: stand.incarnations() == {0: 1, 1: 1})
 
 
-async def test_a_dry_run_watches_and_changes_nothing(tmp_path: Path) -> None:
-    def written() -> dict[str, bytes]:
-        return {name: (tmp_path / "run" / name).read_bytes() for name in ("group.json", "routes.json", "router.json")}
-
-    async with standing(tmp_path) as stand:
-        await stand.until(lambda: json.loads(written()["router.json"])["epoch"] > 0)
-        await stand.target.close()
-        before, files = stand.pids(), written()
-        onlooker = stand.another(observe_only=True)
-        await onlooker.start()
-        assert stand.pids() == before
-        stand.fault("hang")
-        stand.target.lose([1], cause="hang", detected=0.0, replace=True)
-        os.kill(stand.pid(1, Part.ENGINE), signal.SIGKILL)
-        await stand.until(lambda: any(isinstance(e, RankGone) for e in stand.events))
-        await asyncio.sleep(3.0)
-        await onlooker.stop()
-        assert stand.incarnations() == {0: 0, 1: 0}
-        assert written() == files
-        router = json.loads(files["router.json"])
-        assert process.is_alive(router["pid"], router["pid_start"])
-        stand.fault("hang", on=False)
-        await stand.another().start()
-
-
-async def test_a_dry_run_starts_no_group(tmp_path: Path) -> None:
-    async with standing(tmp_path) as stand:
-        await stand.target.stop()
-        with pytest.raises(ElasticError, match="no group 'fake' serves here, and a dry run starts none"):
-            await stand.another(observe_only=True).start()
-        assert not stand.pids()
-        assert not (tmp_path / "run/logs/rank-0.1.log").exists()
-
-
 async def test_a_group_goes_on_around_a_slot_that_is_given_up_and_takes_it_back_later(tmp_path: Path) -> None:
     async with standing(tmp_path, ranks=3) as stand:
         os.kill(stand.pid(1, Part.WORKER), signal.SIGKILL)

@@ -21,7 +21,7 @@ ASK_S = 5.0
 async def adopt(group: Group) -> bool:
     """Take over what runs, if it is a group that serves or did. False: nothing does, or what was left of a start that was
     cut off, which is ended."""
-    known = files.load(group.run_dir, group.name)
+    known = files.load(group.run_dir, group.name, set_aside=group.owns_files)
     if known is not None:
         group.epoch, group.target = known.epoch, known.target
         group.incarnations |= known.incarnations
@@ -55,6 +55,22 @@ async def adopt(group: Group) -> bool:
             group.ranks[held.slot].gone = Process(held.pid, held.pid_start, "X", Part.API)
             group.on_gone(group.ranks[held.slot])
     return True
+
+
+async def follow(group: Group) -> None:
+    """Of a dry run: look at the ranks that the acting daemon has by now."""
+    known = files.load(group.run_dir, group.name, set_aside=False)
+    if known is None or known.epoch == group.epoch and known.ranks == tuple(group.held()):
+        return
+    group.epoch, group.target = known.epoch, known.target
+    group.holes, group.removed, group.pending = dict(known.holes), known.removed, known.pending
+    wanted = {held.slot: held for held in known.ranks}
+    others = [s for s, r in group.ranks.items() if s not in wanted or wanted[s].process != r.held.process]
+    await group.drop(others)
+    for held in known.ranks:
+        rank = group.ranks.get(held.slot) or group.add(held)
+        rank.held = held
+        group.set_role(held.slot, held.role)
 
 
 async def end_spares(group: Group, processes: Processes) -> None:

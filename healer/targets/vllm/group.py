@@ -46,9 +46,11 @@ class Group:
         api_key: str,
         *,
         observes: bool = False,
+        armed: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`observes`: files and router are another daemon's, and are left alone."""
-        self.observes = observes
+        """`observes`: files and router are another daemon's, and are left alone. So they are where this one is not `armed`: its
+        lease is over."""
+        self.observes, self._armed = observes, armed
         self.name, self.config, self.starter, self.router = policy.metadata.name, target, starter, router
         self.arguments = commands.arguments(target)
         self.model = commands.model_name(target)
@@ -93,6 +95,10 @@ class Group:
         self.polled = asyncio.Condition()
         self.api_key = api_key
         self._routes: tuple[RankSpec, ...] | None = None
+
+    @property
+    def owns_files(self) -> bool:
+        return not self.observes and self._armed()
 
     # --- ranks ------------------------------------------------------------------------------------------------------
 
@@ -169,7 +175,7 @@ class Group:
 
     def publish(self) -> None:
         """Tell the router, where anything changed."""
-        if self.router is None or self.observes:
+        if self.router is None or not self.owns_files:
             return
         routes = tuple(
             RankSpec(r.held.slot, r.held.incarnation, r.held.url, self._admits(r))
@@ -306,7 +312,7 @@ class Group:
 
     def save(self) -> None:
         """What cannot be written is logged: the daemon then cannot adopt, and says so at its next start."""
-        if self.observes:
+        if not self.owns_files:
             return
         found = files.VllmState(
             group=self.name,

@@ -68,7 +68,7 @@ class Poller:
         self._router.keep(start=not self._idle())
         if self.serves and not self._idle():
             group.publish()
-        if self._polls % LOOK_AFTER_LOGS == 0 and group.config.mode == "launch":
+        if self._polls % LOOK_AFTER_LOGS == 0 and group.config.mode == "launch" and not self._idle():
             for rank in ranks:
                 self._processes.cut_log(log_name(rank.held.slot, rank.held.incarnation), group.config.log_bytes)
         async with group.polled:

@@ -50,16 +50,22 @@ def path_of(run_dir: Path) -> Path:
 
 async def end_left(run_dir: Path, processes: Processes, ranks: Collection[Launched] = ()) -> None:
     """End what an earlier daemon left. `ranks`: what it had made ranks of. A file that cannot be read tells of nobody."""
-    try:
-        listed = read_json(path_of(run_dir), list[_Listed])
-    except ElasticError:
+    listed = _listed(run_dir)
+    if listed is None:
         return
-    left = [Launched(one.pid, one.pid_start) for one in listed]
-    left = [one for one in left if one not in ranks and process.is_alive(*one)]
+    left = [one for one in listed if one not in ranks and process.is_alive(*one)]
     if left:
         log.info("spares.left", pids=[one.pid for one in left])
         await processes.fence(left)
     path_of(run_dir).unlink(missing_ok=True)
+
+
+def _listed(run_dir: Path) -> list[Launched] | None:
+    """None: there is no list that can be read."""
+    try:
+        return [Launched(one.pid, one.pid_start) for one in read_json(path_of(run_dir), list[_Listed])]
+    except ElasticError:
+        return None
 
 
 class _Place:
@@ -96,6 +102,7 @@ class Spares:
         """Ordered to become ranks: the group's own file names them when it is calm again, not before."""
         self._recorded: list[Launched] | None = None
         """What stands in `spares.json`; None: it is not ours."""
+        self._unsaved = False
         self._calm_since: float | None = None
         self._off, self._python = "", ""
         if (commands.arguments(target).number("api-server-count", 1) or 1) > 1:
@@ -234,11 +241,16 @@ class Spares:
         spares = [*self._used, *(place.spare.process for place in self._places if place.spare is not None)]
         if spares == (self._recorded or []):
             return
-        self._recorded = spares
+        if self._recorded is not None and _listed(self._run_dir) not in (self._recorded, None):
+            return  # another daemon keeps spares here by now, and this one's lease is over
         try:
             write_json(path_of(self._run_dir), [_Listed(*one) for one in spares])
         except OSError as error:
-            log.error("spares.not_saved", error=str(error))
+            if not self._unsaved:
+                log.error("spares.not_saved", error=str(error))
+            self._unsaved = True
+        else:
+            self._recorded, self._unsaved = spares, False
 
     async def end(self) -> None:
         """All of them, those on their way too. May be called again."""
@@ -247,9 +259,9 @@ class Spares:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(self._end(place) for place in self._places))
-        if self._recorded is not None:  # else it may be of another daemon, which a dry run observes
-            self._recorded = None
+        if self._recorded is not None and _listed(self._run_dir) == self._recorded:  # else it is of another daemon
             path_of(self._run_dir).unlink(missing_ok=True)
+        self._recorded = None
 
     async def _end(self, place: _Place) -> None:
         spare, place.spare, place.ready = place.spare, None, False

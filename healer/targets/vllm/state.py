@@ -51,15 +51,16 @@ class VllmState(msgspec.Struct, frozen=True):
     """Redundant experts of the launch, where they are others than the user's: joiners must have the same."""
 
 
-def load(run_dir: Path, group: str) -> VllmState | None:
-    """None where there is none, or it is of another group or damaged (then set aside)."""
+def load(run_dir: Path, group: str, *, set_aside: bool = True) -> VllmState | None:
+    """None where there is none, or it is of another group or damaged (then set aside, unless it is another daemon's)."""
     path = state_path(run_dir)
     if not path.exists():
         return None
     try:
         found = read_json(path, VllmState)
     except ElasticError:
-        path.replace(path.with_suffix(".damaged"))
+        if set_aside:
+            path.replace(path.with_suffix(".damaged"))
         return None
     return found if found.group == group else None
 

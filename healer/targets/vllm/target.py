@@ -64,7 +64,9 @@ class VllmGroupTarget:
         starter = starter or HookStarter(target, policy.spec.hooks)
         if observe_only:
             starter = Onlooker(starter)
-        self.group = Group(policy, target, starter, self._router, on_event, key, observes=observe_only)
+        self.group = Group(
+            policy, target, starter, self._router, on_event, key, observes=observe_only, armed=self._authority.armed
+        )
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._running: asyncio.Task[None] | None = None
@@ -102,10 +104,17 @@ class VllmGroupTarget:
         await self._router_up()
         self._poller.serves = True
         self._tasks.append(asyncio.create_task(self._run(), name="vllm actions"))
+        if self._observe_only and group.config.mode == "launch":
+            self._tasks.append(asyncio.create_task(self._follow(), name="vllm follow"))
         if group.spares is not None:
             spares = group.spares.keep(lambda: group.calm and not self._idle)
             self._tasks.append(asyncio.create_task(spares, name="vllm spares"))
         return sentence
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(self.group.poll_s)
+            await adopt.follow(self.group)
 
     async def _use_plugin(self) -> None:
         """Launches have it from now on, and who runs with it is healed in place, if the guard and the arguments let it be."""
