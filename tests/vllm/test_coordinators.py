@@ -87,3 +87,24 @@ async def test_one_that_cannot_is_not_waited_for(place: Path, how: signal.Signal
     one.kill()
     await one.wait()
     assert not process.is_alive(pid, start)
+
+
+async def test_one_that_does_not_come_up_is_tried_again_ever_more_slowly(place: Path) -> None:
+    now, pids = [0.0], []
+    found = Coordinators(clock=lambda: now[0])
+    for expected in (5.0, 10.0):
+        await found.stand_by()
+        spare = found._spare
+        assert spare is not None
+        pids.append(spare.pid)
+        spare.kill()
+        await spare.wait()
+        await found.stand_by()
+        now[0] += expected - 0.1
+        await found.stand_by()
+        assert found._spare is None
+        now[0] += 0.2
+    await found.stand_by()
+    assert found._spare is not None
+    assert found._spare.pid not in pids
+    await found.aclose()

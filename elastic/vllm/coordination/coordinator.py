@@ -5,35 +5,44 @@ import asyncio
 import contextlib
 import json
 import sys
+import time
 from asyncio.subprocess import Process
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from elastic import process
 from elastic.vllm.coordination.waves import STAND_BY
 
 MODULE = "elastic.vllm.coordination.waves"
+PAUSE_S, PAUSE_MAX_S = 5.0, 300.0
 
 
 class Coordinators:
     """Owned by the host, used in its loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._spare: Process | None = None
         self._one = asyncio.Lock()
+        self._clock = clock
+        self._pause_s, self._not_before = PAUSE_S, 0.0
 
     async def start(self, arguments: Sequence[str]) -> Process:
         """The caller ends it, and sees to it if it ends."""
         async with self._one:
             spare, self._spare = self._spare, None
             if spare is not None and await _ordered(spare, arguments):
+                self._pause_s = PAUSE_S
                 return spare
             await _end(spare)
             return await _begin(*arguments)
 
     async def stand_by(self) -> None:
-        """Have one that stands by, or comes up for it."""
+        """Have one that stands by, or comes up for it. One that has ended by itself is tried again after a while: it imports
+        vLLM, which costs a busy host seconds."""
         async with self._one:
-            if self._spare is None or self._spare.returncode is not None:
+            if self._spare is not None and self._spare.returncode is not None:
+                self._spare, self._not_before = None, self._clock() + self._pause_s
+                self._pause_s = min(PAUSE_MAX_S, 2 * self._pause_s)
+            if self._spare is None and self._clock() >= self._not_before:
                 self._spare = await _begin(STAND_BY)
 
     async def aclose(self) -> None:

@@ -119,7 +119,10 @@ class Spares:
     async def keep(self, calm: Callable[[], bool]) -> None:
         """Have the wanted number, for as long as the caller lets this run. `calm`: the group serves, and nothing is under way."""
         while self._places and not self._off:
-            self._tend(calm())
+            try:
+                self._tend(calm())
+            except Exception as error:
+                log.error("spares.failed", exc_info=error)
             await asyncio.sleep(POLL_S)
 
     def _tend(self, calm: bool) -> None:
