@@ -60,7 +60,7 @@ async def adopt(group: Group) -> bool:
 async def follow(group: Group) -> None:
     """Of a dry run: look at the ranks that the acting daemon has by now."""
     known = files.load(group.run_dir, group.name, set_aside=False)
-    if known is None or known.epoch == group.epoch and known.ranks == tuple(group.held()):
+    if known is None or (known.epoch == group.epoch and known.ranks == tuple(group.held())):
         return
     group.epoch, group.target = known.epoch, known.target
     group.holes, group.removed, group.pending = dict(known.holes), known.removed, known.pending
