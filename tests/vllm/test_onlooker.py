@@ -1,6 +1,5 @@
 """Daemons that must not touch what another one has: dry runs, and daemons whose lease is over."""
 
-import asyncio
 import json
 import os
 import signal
@@ -36,7 +35,8 @@ async def test_a_dry_run_watches_and_changes_nothing(tmp_path: Path) -> None:
         stand.target.lose([1], cause="hang", detected=0.0, replace=True)
         os.kill(stand.pid(1, Part.ENGINE), signal.SIGKILL)
         await stand.until(lambda: any(isinstance(e, RankGone) for e in stand.events))
-        await asyncio.sleep(3.0)
+        polls = onlooker._poller._polls
+        await stand.until(lambda: onlooker._poller._polls > polls + 20)
         await onlooker.stop()
         assert stand.incarnations() == {0: 0, 1: 0}
         assert written() == files

@@ -114,7 +114,10 @@ class VllmGroupTarget:
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(self.group.poll_s)
-            await adopt.follow(self.group)
+            try:
+                await adopt.follow(self.group)
+            except Exception as error:
+                log.error("follow.failed", exc_info=error)
 
     async def _use_plugin(self) -> None:
         """Launches have it from now on, and who runs with it is healed in place, if the guard and the arguments let it be."""
