@@ -8,6 +8,7 @@ slowed down.
 import mmap
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -112,5 +113,5 @@ class Hook:
                     reached = msgspec.json.decode(connection.makefile("rb").readline(), type=Reached)
                     self.on_point(reached)
                     connection.sendall(b"g")
-                except (OSError, msgspec.MsgspecError):
-                    continue
+                except (OSError, msgspec.MsgspecError) as error:
+                    print(f"chaos hook: a daemon could not be heard: {error!r}", file=sys.stderr, flush=True)

@@ -288,6 +288,8 @@ class _One:
         faultline.begin()
         while True:
             await asyncio.sleep(POLL_S)
+            # asked first: a fault is injected in a thread, and what was not done here must not count as healed below
+            states_only = faultline.waits_for_states_only
             now, watched = time.monotonic(), self._watched
             since = max(began, faultline.last_at)
             whole = watched.whole_at is not None and watched.looked_at > faultline.last_at
@@ -298,7 +300,7 @@ class _One:
                 # by looks that came back: on a busy machine the last one may be older than the fault's consequences
                 quiet = whole and watched.looked_at - whole_at > QUIET_S
                 if (
-                    faultline.waits_for_states_only
+                    states_only
                     and not faultline.standing
                     and quiet
                     and now - began > spec.load.at_least_s

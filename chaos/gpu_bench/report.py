@@ -317,7 +317,7 @@ def markdown(results: Results) -> str:
             lines += [f"Ended early: {part.error}", ""]
         rows = summary(part, ceiling)
         if rows:
-            lines += [f"| {len(part.samples)} of {part.wanted} wanted | n | p50 | p95 | max |", "|---|---|---|---|---|"]
+            lines += [f"| {_count(part)} | n | p50 | p95 | max |", "|---|---|---|---|---|"]
             for name, row in rows.items():
                 values = " | ".join(number(v, unit_of(name)) for v in (row.p50, row.p95, row.max))
                 lines.append(f"| {WORDS[name]} | {row.n} | {values} |")
@@ -325,6 +325,13 @@ def markdown(results: Results) -> str:
         lines += breakdown.markdown(part)
         lines += _extras(part, results)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _count(part: Part) -> str:
+    """How many samples there are, and how many there should be where some are missing."""
+    wanted = {"scale": 2 * part.wanted, "logits": 1}.get(part.name, part.wanted)
+    found = len(part.samples)
+    return f"{found} of {wanted} samples" if found < wanted else "1 sample" if found == 1 else f"{found} samples"
 
 
 def _head(results: Results) -> list[str]:
@@ -342,6 +349,8 @@ def _head(results: Results) -> list[str]:
 
 
 def _targets(results: Results) -> list[str]:
+    if results.cpu:
+        return ["The targets are of GPUs, so nothing here is rated.", ""]
     lines = ["## Targets", "", "| Part | Figure | Target | Measured | |", "|---|---|---|---|---|"]
     for verdict in verdicts(results):
         t = verdict.target

@@ -70,6 +70,8 @@ def _rank(slot: int, lines: Iterator[StepLine], group: _Group) -> Iterator[Viola
                     yield Violation(7, where, f"numbers dispatches from {line.base} again, it was at {base}")
                 view, base = line, line.base
                 group.viewed[line.epoch][slot] = line.at
+                # a rank on a GPU hands out what it committed behind the next launch, which may be that of another view
+                continue
             case Stepped():
                 group.began[line.epoch].setdefault(slot, line.began)
                 if not line.committed:

@@ -107,6 +107,17 @@ def test_a_sound_record_has_no_violation(tmp_path: Path) -> None:
     assert found_in(tmp_path) == []
 
 
+def test_tokens_may_be_handed_out_behind_the_next_view(tmp_path: Path) -> None:
+    lines = sound()
+    index = next(i for i, line in enumerate(lines[0]) if is_view(4)(line))
+    at = lines[0][index].at
+    late = Emission(at=at + 0.001, incarnation=1, round=9, tokens=(("cmpl-0", 1, 36, (7,)),))
+    lines[0].insert(index + 1, late)
+    assert [v for v in found_in(tmp_path, lines) if v.invariant == 4] == []
+    lines[0].insert(index + 2, msgspec.structs.replace(late, at=at + 0.002))
+    assert [v.invariant for v in found_in(tmp_path / "again", lines)].count(4) == 1
+
+
 def test_a_rank_that_died_with_a_round_which_the_others_discarded_is_no_violation(tmp_path: Path) -> None:
     lines = sound()
     died = next(i for i, line in enumerate(lines[1]) if is_view(4)(line))
