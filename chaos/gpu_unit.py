@@ -36,7 +36,7 @@ from elastic.rank.comm.factory import open_backend
 from elastic.rank.comm.nixl_ep import NixlEpBackend
 from elastic.rank.copies import Copier
 from elastic.rank.device import Device, open_device
-from elastic.rank.fatal import DEVICE_ERROR_EXIT, end_if_device_error
+from elastic.rank.fatal import DEVICE_ERROR_EXIT, end_if_fatal
 from elastic.rank.runner import Runner
 from elastic.rank.scheduler import Scheduler
 from elastic.rank.tier import HostTier, build
@@ -303,7 +303,7 @@ def broken() -> None:
         zeros[torch.tensor([1 << 20], device="cuda")].sum()
         torch.cuda.synchronize()
     except Exception as error:
-        end_if_device_error(error, "an index out of bounds")
+        end_if_fatal(error, "an index out of bounds")
         raise
 
 

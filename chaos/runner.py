@@ -299,12 +299,7 @@ class _One:
             if faultline.waiting or faultline.standing:
                 # by looks that came back: on a busy machine the last one may be older than the fault's consequences
                 quiet = whole and watched.looked_at - whole_at > QUIET_S
-                if (
-                    states_only
-                    and not faultline.standing
-                    and quiet
-                    and now - began > spec.load.at_least_s
-                ):
+                if states_only and not faultline.standing and quiet and now - began > spec.load.at_least_s:
                     faultline.give_up("this state was not reached")
                 elif now - since > self._expect.whole_within_s + _longest_wait_s(self._order.scenario):
                     faultline.give_up(f"not within {now - began:.0f} s: {', '.join(faultline.waiting)}")

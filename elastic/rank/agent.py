@@ -56,7 +56,7 @@ from elastic.protocol import (
 from elastic.rank.address import Address
 from elastic.rank.comm.base import EpBackend
 from elastic.rank.engine import Engine
-from elastic.rank.fatal import end_if_device_error, essential
+from elastic.rank.fatal import end_if_fatal, essential
 from elastic.rank.gate import Gate, Phase, Takeover
 from elastic.rank.member import Membership
 from elastic.rank.weights import Weights
@@ -324,7 +324,7 @@ class Agent:
             # nobody else may be told anything: it was superseded meanwhile, or is gone
             writer.write(encode(answer))
         if failure is not None:
-            end_if_device_error(failure, type(message).__name__)
+            end_if_fatal(failure, type(message).__name__)
         if isinstance(message, Leave):
             await writer.drain()
             self._gate.leave()
@@ -433,4 +433,4 @@ def _outcome_of(done: asyncio.Future[None], doing: str) -> None:
     """Of work that nobody waits for."""
     if not done.cancelled() and (error := done.exception()) is not None:
         print(f"agent: {doing}: {error}", flush=True)
-        end_if_device_error(error, doing)
+        end_if_fatal(error, doing)

@@ -16,7 +16,7 @@ import torch
 from elastic.config import GroupConfig
 from elastic.protocol import Cancel, Counters, Emitted, Rejected, Resumed, Submit
 from elastic.rank.comm.base import EpBackend, RoundBoard
-from elastic.rank.fatal import end_if_device_error
+from elastic.rank.fatal import end_if_fatal
 from elastic.rank.gate import Gate, Order
 from elastic.rank.recorder import StepRecorder
 from elastic.rank.runner import Runner
@@ -157,7 +157,7 @@ class Engine:
                     continue
                 self._round()
         except Exception as error:
-            end_if_device_error(error, f"round {self._gate.round}")
+            end_if_fatal(error, f"round {self._gate.round}")
             raise
 
     def _wait_for_work(self) -> bool:

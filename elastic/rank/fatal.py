@@ -2,7 +2,8 @@
 
 An error of CUDA is sticky: after an illegal address every later call of the process fails with it, whatever it was for. A
 rank that lived on would answer, beat and hold its peers in the exchange. So whoever meets such an error, in whatever thread,
-ends the process at once: the kernel tells the controller and the peers, and the rank is lost like any other.
+ends the process at once: the kernel tells the controller and the peers, and the rank is lost like any other. The same goes for
+an exchange whose library failed half-way through a change of its connections.
 """
 
 import os
@@ -12,12 +13,21 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from elastic.errors import ElasticError
+
 DEVICE_ERROR_EXIT = 71
 """Exit code of a rank that ended itself for a device error: EX_OSERR of sysexits(3)."""
 THREAD_ERROR_EXIT = 70
 """... because a thread that it cannot do without had ended: EX_SOFTWARE."""
 
+EXCHANGE_EXIT = 69
+"""... because nobody knows what its exchange is connected to: EX_UNAVAILABLE."""
+
 _WORDS = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS")
+
+
+class ExchangeLost(ElasticError):
+    """The exchange failed half-way through a change of its connections: its kernels may reach into memory that is not theirs."""
 
 
 def device_error(error: BaseException) -> BaseException | None:
@@ -32,10 +42,12 @@ def device_error(error: BaseException) -> BaseException | None:
     return None
 
 
-def end_if_device_error(error: BaseException, doing: str) -> None:
-    """Do not return where `error` is, or was caused by, an error of the device. Any thread."""
+def end_if_fatal(error: BaseException, doing: str) -> None:
+    """Do not return where `error` is, or was caused by, an error of the device or `ExchangeLost`. Any thread."""
     if (found := device_error(error)) is not None:
-        _end(error, f"{doing}: {_first_line(found)}; the device is lost to this process", DEVICE_ERROR_EXIT)
+        _end(error, f"{doing}: {first_line(found)}; the device is lost to this process", DEVICE_ERROR_EXIT)
+    if any(isinstance(each, ExchangeLost) for each in _chain(error)):
+        _end(error, f"{doing}: {first_line(error)}", EXCHANGE_EXIT)
 
 
 def essential(name: str, body: Callable[[], None]) -> Callable[[], None]:
@@ -45,8 +57,8 @@ def essential(name: str, body: Callable[[], None]) -> Callable[[], None]:
         try:
             body()
         except BaseException as error:
-            end_if_device_error(error, name)
-            _end(error, f"{name}: {type(error).__name__}: {_first_line(error)}", THREAD_ERROR_EXIT)
+            end_if_fatal(error, name)
+            _end(error, f"{name}: {type(error).__name__}: {first_line(error)}", THREAD_ERROR_EXIT)
 
     return run
 
@@ -72,5 +84,5 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
             waiting += each.exceptions
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -81,6 +81,7 @@ class Membership:
         def left() -> float:
             return max(0.0, until - time.monotonic())
 
+        self._leave_former()
         self._reach(order.peers, self._config.prepare_deadline_s * CONNECT_SHARE, overtaken)
         connected = time.monotonic()
         loaded = self._weights.load_experts(order.moves, deadline_s=left(), give_up=overtaken)
@@ -175,6 +176,15 @@ class Membership:
             return {}
         self._leave_weights([slot for slot in self._reached if slot not in view.live])
         return self.part({slot: incarnation for slot, incarnation in self._linked.items() if slot not in view.live})
+
+    def _leave_former(self) -> None:
+        """Let go of whoever was connected for a view that never came, before anybody connects for the next one.
+
+        A join that was cut off may leave a joiner connected to ranks that are not connected to it any more, or to the dead. As
+        NIXL EP meets its peers, both ends have to begin anew: the other one would wait for ever for a rank that has nothing to
+        do."""
+        view = self._engine.view
+        self.part({s: i for s, i in self._linked.items() if view is None or s not in view.live}, wait=view is not None)
 
     def part(self, peers: Mapping[int, int], *, wait: bool = True) -> dict[int, int]:
         """Disconnect the exchange from these incarnations, by slot. With `wait`, returns those that were left because their

@@ -26,7 +26,7 @@ from elastic.rank.architecture import Arena, ExpertBuffers
 from elastic.rank.boot import Base, Stopwatch, prepare, serve
 from elastic.rank.buffers import Buffers
 from elastic.rank.device import gpu_of, open_device
-from elastic.rank.fatal import end_if_device_error
+from elastic.rank.fatal import end_if_fatal
 from elastic.rank.runner import Runner
 
 log = structlog.get_logger("elastic.spare")
@@ -75,7 +75,7 @@ def _load_kernels(base: Base) -> None:
         experts = ExpertBuffers(small, config.slots_per_rank, base.device)
         Runner(config, small, arena, experts, base.ep, buffers, base.device).capture()
     except Exception as error:
-        end_if_device_error(error, "loading kernels")
+        end_if_fatal(error, "loading kernels")
         # a spare all the same, a slower one
         log.warning("kernels are loaded at their first use", why=f"{type(error).__name__}: {error}")
 

@@ -27,6 +27,7 @@ from elastic.placement import HOLE, Move, Placement
 from elastic.protocol import Loaded, Source
 from elastic.rank.agent import Agent
 from elastic.rank.comm.base import never
+from elastic.rank.comm.nixl_ep import FROZEN_AFTER_S
 from elastic.rank.engine import Engine
 from elastic.rank.gate import Gate
 from elastic.rank.member import Membership
@@ -76,7 +77,7 @@ def run(arguments: tuple[str, ...]) -> None:
     address = socket_path(config.root, slot, incarnation)
     shape = read_model_shape(config.checkpoint)
     board, peers = Board(), Peers()
-    ep, weights = Exchange(slot, peers), Weights(config, shape, peers)
+    ep, weights = Exchange(slot, peers, run_dir / "greetings"), Weights(config, shape, peers)
     runner = Runner(shape.vocab, ep)
     gate = Gate(board.ring)
     agents: list[Agent] = []
@@ -164,9 +165,11 @@ class Peers:
 
 
 class Exchange:
-    """`EpBackend`, as far as engine and membership use it."""
+    """`EpBackend`, as far as engine and membership use it. It meets its peers as NIXL EP does: a connect returns when the other end
+    has connected too, is not to be cut short, and ends the process where that does not come."""
 
-    def __init__(self, slot: int, peers: Peers) -> None:
+    def __init__(self, slot: int, peers: Peers, greetings: Path) -> None:
+        self._greetings = greetings
         self.mask_generation = 0
         self.rows = 0
         self._slot, self._peers = slot, peers
@@ -178,6 +181,20 @@ class Exchange:
         return self._peers.endpoint()
 
     def connect(self, peers: Mapping[int, bytes], *, deadline_s: float, give_up: Callable[[], bool] = never) -> None:
+        until = time.monotonic() + deadline_s + FROZEN_AFTER_S
+        mine = self.endpoint().decode()
+        for raw in peers.values():
+            theirs = self._greetings / raw.decode()
+            theirs.mkdir(parents=True, exist_ok=True)
+            (theirs / mine).touch()
+        for slot, raw in peers.items():
+            greeting = self._greetings / mine / raw.decode()
+            while not greeting.exists():
+                if time.monotonic() > until:
+                    print(f"error: frozen in a connect to slot {slot}", file=sys.stderr, flush=True)
+                    os._exit(1)
+                time.sleep(POLL_S)
+            greeting.unlink()
         self._peers.connect(peers, deadline_s, give_up)
         with self._changed:
             for slot in peers:

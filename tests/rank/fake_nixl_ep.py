@@ -44,6 +44,7 @@ class Fabric:
         self.buffers: list[Buffer] = []
         self.hold_connect: Callable[[int, list[int]], None] = lambda rank, peers: None
         """Called inside connect, before it meets anybody."""
+        self.hold_disconnect: Callable[[int], None] = lambda rank: None
 
     @property
     def module(self) -> Any:
@@ -64,6 +65,7 @@ class Buffer:
         self.number = len(fabric.buffers)
         fabric.buffers.append(self)
         self.peers: dict[int, Buffer] = {}
+        self.listed: set[int] = set()
         self.calls: list[str] = []
         self.alive = True
 
@@ -88,16 +90,22 @@ class Buffer:
     def connect_ranks(self, ranks: list[int], activate: bool) -> None:
         assert not activate
         self.calls.append(f"connect {ranks}")
-        self.fabric.hold_connect(self.rank, ranks)
-        for rank in ranks:
+        # as in 1.4.1: a peer is in the list before it is connected, and one that is in the list counts as connected
+        new = [rank for rank in ranks if rank not in self.listed]
+        self.listed.update(new)
+        if new:
+            self.fabric.hold_connect(self.rank, new)
+        for rank in new:
             (raw,) = self.store.multi_get([f"NIXL_EP/{rank}"])
             self.peers[rank] = self.fabric.buffers[msgspec.msgpack.decode(raw)]
             self.mask[rank] = 1
 
     def disconnect_ranks(self, ranks: list[int]) -> None:
         self.calls.append(f"disconnect {ranks}")
+        self.fabric.hold_disconnect(self.rank)
         for rank in ranks:
-            del self.peers[rank]
+            self.listed.remove(rank)
+            self.peers.pop(rank, None)
             self.mask[rank] = 1
 
     def update_mask_buffer(self, rank: int, mask: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from elastic.client import Traffic, random_prompts
 from elastic.errors import ElasticError, Unreachable
-from elastic.rank.fatal import DEVICE_ERROR_EXIT, THREAD_ERROR_EXIT, device_error
+from elastic.rank.fatal import DEVICE_ERROR_EXIT, EXCHANGE_EXIT, THREAD_ERROR_EXIT, device_error
 from tests.controller.test_executor import VOCAB, checkpoint, group, run_dir, until
 
 __all__ = ["checkpoint", "run_dir"]
@@ -106,6 +106,20 @@ CAUSED.__cause__ = RuntimeError("Failed: CUDA error nixl_ep.cu:77 'misaligned ad
 )
 def test_only_what_leaves_the_device_useless_ends_a_rank(error: BaseException, sticky: bool) -> None:
     assert (device_error(error) is not None) == sticky
+
+
+def test_a_rank_whose_exchange_is_lost_ends_with_the_reason_as_its_last_word() -> None:
+    program = """
+from elastic.rank.fatal import ExchangeLost, end_if_fatal
+from elastic.errors import ElasticError
+try:
+    raise ElasticError("no join") from ExchangeLost("rank 0: the exchange is in no known state")
+except ElasticError as error:
+    end_if_fatal(error, "Link")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert done.returncode == EXCHANGE_EXIT
+    assert done.stderr.splitlines()[-1].startswith("error: Link: ")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from elastic.rank.comm.base import ABSENT, LIVE, MASKED
 from elastic.rank.comm.nixl_ep import NixlEpBackend, refuse_shape
 from elastic.rank.comm.nixl_signals import Signals, trial
 from elastic.rank.device import CPU
+from elastic.rank.fatal import ExchangeLost
 from tests.rank.fake_nixl_ep import Both, Fabric, OtherLayout
 
 HIDDEN, TOKENS, EXPERTS, TOP_K = 2048, 8, 3, 2
@@ -308,6 +309,39 @@ def test_a_connect_that_never_returns_is_given_up_at_its_deadline_and_not_tried_
     # the present view goes on
     del group.ranks[2]
     group.all_step()
+
+
+def fails(*_: object) -> None:
+    raise RuntimeError("Failed: Assertion error nixl_ep.cpp:1350 'prepMemView(remote_descs)'")
+
+
+def test_a_connect_that_fails_leaves_nothing_behind_and_the_next_one_is_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(monkeypatch, 2)
+    group.ranks[2] = group.open(2)
+    group.fabric.hold_connect = fails
+    with pytest.raises(Unreachable, match="prepMemView") as raised:
+        group.link(0)
+    assert raised.value.slots == (2,)
+    group.fabric.hold_connect = lambda rank, peers: None
+    for rank in (0, 1, 2):
+        group.link(rank)
+    group.commit(2)
+    group.all_step()
+
+
+def test_an_exchange_that_can_neither_connect_nor_go_back_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(monkeypatch, 2)
+    group.ranks[2] = group.open(2)
+    group.fabric.hold_connect = group.fabric.hold_disconnect = fails
+    with pytest.raises(ExchangeLost, match=r"no known state after .*prepMemView"):
+        group.link(0)
+
+
+def test_an_exchange_that_fails_while_it_lets_go_of_a_peer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(monkeypatch, 3)
+    group.fabric.hold_disconnect = fails
+    with pytest.raises(ExchangeLost, match=r"cannot disconnect ranks \[2\]"):
+        group.ranks[0].disconnect([2])
 
 
 def test_a_connect_that_was_overtaken_is_left_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,6 +243,7 @@ class Buffer:
         self.memory = torch.zeros(64, dtype=torch.int64)
         self.store: Any = None
         self.calls: list[str] = []
+        self.fails = False
 
     def set_tcp_store_group(self, store: Any) -> None:
         self.store = store
@@ -254,6 +255,8 @@ class Buffer:
                 self.links.add(rank)
                 self.mask[rank] = 0 if activate else 1
         self.calls.append(f"connect {ranks} {activate}")
+        if self.fails:
+            raise RuntimeError("Failed: Assertion error nixl_ep.cpp:1350")
 
     def disconnect_ranks(self, ranks: list[int]) -> None:
         assert set(ranks) <= self.links
@@ -351,6 +354,19 @@ def test_a_refill_that_is_given_up_leaves_the_exchange_as_it_was() -> None:
     exchange.exchange.disconnect([1])
     exchange.exchange.disconnect([1])
     assert (set(buffer.links), list(buffer.mask)) == before
+
+
+def test_a_connect_that_fails_leaves_the_exchange_as_it_was_and_the_next_one_connects() -> None:
+    _, buffer = made(0, 3, 4)
+    exchange.exchange.drop([1])
+    before = (set(buffer.links), list(buffer.mask))
+    buffer.fails = True
+    with pytest.raises(RuntimeError, match="Assertion"):
+        manager(0, (0, 1, 2), 3).stage_ep_size()
+    assert (set(buffer.links), list(buffer.mask)) == before
+    buffer.fails = False
+    manager(0, (0, 1, 2), 3).stage_ep_size()
+    assert buffer.links == {1, 2}
 
 
 def test_a_death_while_a_joiner_is_connected_does_not_switch_the_joiner_on() -> None:

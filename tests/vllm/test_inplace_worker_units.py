@@ -20,7 +20,7 @@ RUN = """
 import sys
 sys.path.append(sys.argv[1])
 import pytest
-sys.exit(pytest.main(["-q", "-rA", "-p", "no:cacheprovider", "-c", sys.argv[2], "--import-mode=importlib", sys.argv[3]]))
+sys.exit(pytest.main(["-rA", "-p", "no:cacheprovider", "-c", sys.argv[2], "--import-mode=importlib", sys.argv[3]]))
 """
 
 

@@ -24,7 +24,7 @@ from elastic.errors import ElasticError, Unreachable
 from elastic.rank.comm.base import ABSENT, LIVE, MASKED, PeerFault, Received, never
 from elastic.rank.comm.nixl_signals import Signals, found_where_expected, trial
 from elastic.rank.device import Device
-from elastic.rank.fatal import essential
+from elastic.rank.fatal import ExchangeLost, essential, first_line
 from elastic.rank.frozen import ends_within
 
 MODULES = ("nixl_ep", "nixl_ep_cu13", "nixl_ep_cu12")
@@ -197,7 +197,9 @@ class NixlEpBackend:
             text = f"rank {self.rank}: no connection to ranks {sorted(new)} within {deadline_s:g} s"
             raise Unreachable(text, sorted(new))
         if errors:
-            raise ElasticError(f"rank {self.rank}: cannot connect to ranks {sorted(new)}: {errors[0]}") from errors[0]
+            self._back_out(list(new), errors[0])
+            text = f"rank {self.rank}: cannot connect to ranks {sorted(new)}: {errors[0]}"
+            raise Unreachable(text, sorted(new)) from errors[0]
         for peer, raw in new.items():
             self._endpoints[peer] = raw
             self._masks[peer] = MASKED
@@ -209,12 +211,28 @@ class NixlEpBackend:
         except BaseException as error:
             errors.append(error)
 
+    def _back_out(self, peers: list[int], error: BaseException) -> None:
+        """NIXL enters a peer in its list before it connects, and takes one that is there for connected, whatever came of it
+        (1.4.1): kernels would reach into memory that is not theirs. A call for a peer that met an earlier incarnation's greeting
+        ends so. Without the peers the list is sound again."""
+        try:
+            with ends_within(DISCONNECT_S), self._links.use():
+                self._buffer.disconnect_ranks(peers)
+        except Exception as again:
+            text = f"rank {self.rank}: the exchange is in no known state after {error}: {first_line(again)}"
+            raise ExchangeLost(text) from again
+
     def disconnect(self, ranks: Collection[int]) -> None:
+        """Raises ExchangeLost."""
         known = [r for r in ranks if r in self._endpoints]
         if not known:
             return
-        with ends_within(DISCONNECT_S), self._links.use():
-            self._buffer.disconnect_ranks(known)
+        try:
+            with ends_within(DISCONNECT_S), self._links.use():
+                self._buffer.disconnect_ranks(known)
+        except Exception as error:
+            text = f"rank {self.rank}: cannot disconnect ranks {known}, and the exchange is in no known state: "
+            raise ExchangeLost(text + first_line(error)) from error
         for peer in known:
             self._board.disconnect(peer)
             del self._endpoints[peer]

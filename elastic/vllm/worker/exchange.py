@@ -7,6 +7,7 @@ active are sets, so any of them may be missing. Buffer, mask and signal words st
 # mypy: disable-error-code="import-not-found, import-untyped"
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -185,9 +186,24 @@ class NixlExchange:
             time.sleep(METADATA_POLL_S)
         state.buffer.set_tcp_store_group(store)
         with self._links, ends_within(max(1.0, deadline - time.monotonic()) + FROZEN_AFTER_S), _own_stream():
-            state.buffer.connect_ranks(new, activate=active)
+            try:
+                state.buffer.connect_ranks(new, activate=active)
+            except Exception:
+                self._back_out(new)
+                raise
             self.connected |= set(new)
         state.connected_ep_size = max(self.connected) + 1
+
+    def _back_out(self, new: list[int]) -> None:
+        """NIXL takes a peer for connected from the moment it tries (1.4.1), so that a second try would do nothing."""
+        from elastic.rank.fatal import EXCHANGE_EXIT
+
+        try:
+            self._state.buffer.disconnect_ranks(new)
+        except Exception:
+            # its kernels would reach into memory that is not theirs: as a lost rank this one can be replaced
+            log.exception("[in-place] the exchange is in no known state")
+            os._exit(EXCHANGE_EXIT)
 
     def disconnect(self, ranks: Collection[int]) -> None:
         from elastic.rank.frozen import ends_within
