@@ -116,6 +116,8 @@ def _device_assert(draw: Random) -> list[Fault]:
     return [{"kind": "device-assert", "random": 1}]
 
 
+KERNEL_FAULTS = frozenset({"illegal-address", "misaligned-address", "device-assert"})
+"""A rank commits these itself, when it is told to."""
 GPU_CASES: tuple[tuple[Callable[[Random], list[Fault]], int], ...] = (
     (_kill, 24),
     (_stop, 12),
@@ -134,7 +136,7 @@ GPU_GROUP: dict[str, Any] = {
     "slotsPerRank": 4,
     "redundantExperts": 8,
     "epBackend": "nixl-ep",
-    "spares": 4,
+    "spares": 8,
     # each slot fails again and again here, and a proof of the device before each start takes seconds
     "policy": {"healing": {"probation": {"repeated": 1000}}},
 }
@@ -152,7 +154,8 @@ def drawn(seed: int, number: int, faults: int, *, on_gpus: bool = False) -> tupl
         for fault in case(draw):
             found.append(fault if "when" in fault else fault | {"at": _ms(at_s)})
         at_s += draw.uniform(*BETWEEN_S)
-    waits = sum("when" in fault for fault in found)
+    # a state may not be come to once a fault before it has changed what happens, and a rank that boots or was stopped takes no order
+    refusable = sum("when" in fault or fault["kind"] in KERNEL_FAULTS for fault in found)
     text = {
         "apiVersion": API_VERSION,
         "kind": "Scenario",
@@ -165,8 +168,7 @@ def drawn(seed: int, number: int, faults: int, *, on_gpus: bool = False) -> tupl
             **({"group": GPU_GROUP} if on_gpus else {}),
             "load": {"ratePerSecond": 5.0},
             "faults": found,
-            # a state may not be come to once a fault before it has changed what happens
-            "expect": {"wholeWithin": "60s", "refusedFaults": waits},
+            "expect": {"wholeWithin": "60s", "refusedFaults": refusable},
         },
     }
     return Scenario.model_validate(text), msgspec.json.format(msgspec.json.encode(text), indent=1).decode() + "\n"

@@ -23,6 +23,8 @@ ATTEMPTS = 3
 BACKOFF_S = (0.0, 1.0, 5.0)
 POLL_S = 0.02
 ANSWER_S = 5.0
+STOPPED_S = 5.0
+"""A process that stands still for so long in its boot does not come up: it can do nothing until somebody continues it."""
 
 log = logging.getLogger(__name__)
 
@@ -146,11 +148,16 @@ class Boots:
 
     async def _up(self, slot: int, incarnation: int, started: Launched) -> RankLink:
         address = socket_path(self._config.root, slot, incarnation)
-        deadline = time.monotonic() + self._config.prepare_deadline_s
+        ran = time.monotonic()
+        deadline = ran + self._config.prepare_deadline_s
         while not Path(address).exists():
-            if not process.is_alive(started.pid, started.pid_start):
+            state, now = process.state(started.pid, started.pid_start), time.monotonic()
+            if state in process.ENDED:
                 raise ElasticError(self._launcher.last_words(f"rank-{slot}.{incarnation}"))
-            if time.monotonic() > deadline:
+            ran = ran if state == "T" else now
+            if now - ran > STOPPED_S:
+                raise Retryable(f"rank {slot}.{incarnation} was stopped while it booted, and for {STOPPED_S:g} s")
+            if now > deadline:
                 raise Retryable(f"rank {slot}.{incarnation} was not up within {self._config.prepare_deadline_s:g} s")
             await asyncio.sleep(POLL_S)
         link = await RankLink.open(

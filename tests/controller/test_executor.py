@@ -22,8 +22,10 @@ from elastic.client import Tokens, Traffic, random_prompts
 from elastic.config import GroupConfig
 from elastic.controller.executor import Executor
 from elastic.controller.link import RankLink
-from elastic.controller.records import Event, RankGone, SequenceEnded, SequenceReport
+from elastic.controller.records import BootFailed, Event, RankGone, SequenceEnded, SequenceReport
 from elastic.errors import ElasticError, NeedsReplan
+from elastic.launch.base import Launched
+from elastic.launch.local import LocalLauncher
 from elastic.protocol import Abort, Commit, Done, Hello, Leave, Query, Status, StopAt, encode
 from elastic.rank.gate import Phase
 from elastic.view import Member
@@ -46,15 +48,32 @@ def run_dir() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+class Launcher(LocalLauncher):
+    """Stops the first process that is launched in a slot of `stops`."""
+
+    stops: frozenset[int] = frozenset()
+
+    def launch(self, slot: int, incarnation: int) -> Launched:
+        started = super().launch(slot, incarnation)
+        if slot in self.stops:
+            self.stops -= {slot}
+            assert process.send_signal(started.pid, started.pid_start, signal.SIGSTOP)
+        return started
+
+
 class Owner:
     """Takes events; condemns the dead, and nobody else, while `heals`."""
 
     def __init__(self, config: GroupConfig) -> None:
         self.heals = True
         self.reports: list[SequenceReport] = []
-        self.executor = Executor(config, self.on_event)
+        self.boots_failed: list[BootFailed] = []
+        self.launcher = Launcher(config)
+        self.executor = Executor(config, self.on_event, self.launcher)
 
     def on_event(self, event: Event) -> None:
+        if isinstance(event, BootFailed):
+            self.boots_failed.append(event)
         if isinstance(event, SequenceEnded):
             self.reports.append(event.report)
         if isinstance(event, RankGone) and self.heals:
@@ -178,6 +197,18 @@ async def test_a_rank_that_answers_no_commit_is_given_up_and_the_others_go_on(ch
         assert [a.tokens for a in traffic.answers] == want
         await owner.executor.settled(deadline_s=30)
         assert owner.member(2).pid != pid
+
+
+async def test_a_replacement_that_is_stopped_while_it_boots_is_given_up_long_before_its_deadline(
+    checkpoint: Path, run_dir: Path
+) -> None:
+    async with group(checkpoint, run_dir, prepare_deadline_s=600.0) as owner:
+        owner.launcher.stops = frozenset({1})
+        owner.signal(1, signal.SIGKILL)
+        await until(lambda: bool(owner.boots_failed), 60)
+        assert "stopped while it booted" in owner.boots_failed[0].why
+        await until(lambda: owner.executor.status().live == (0, 1, 2), 60)
+        assert owner.member(1).incarnation == 3
 
 
 async def test_a_running_group_of_other_sizes_is_refused_and_left_alone(checkpoint: Path, run_dir: Path) -> None:
