@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,5 +114,9 @@ class Hook:
                     reached = msgspec.json.decode(connection.makefile("rb").readline(), type=Reached)
                     self.on_point(reached)
                     connection.sendall(b"g")
-                except (OSError, msgspec.MsgspecError) as error:
-                    print(f"chaos hook: a daemon could not be heard: {error!r}", file=sys.stderr, flush=True)
+                except (OSError, msgspec.MsgspecError):
+                    print(
+                        f"chaos hook: a daemon could not be heard: {traceback.format_exc()}",
+                        file=sys.stderr,
+                        flush=True,
+                    )

@@ -1,6 +1,7 @@
 """Random scenarios: faults, targets and moments drawn with one seed. Every one of them must end with nothing lost."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -87,23 +88,6 @@ def _slow_disk(draw: Random) -> list[Fault]:
     return [{"kind": "disk-slow", "delay": "500ms", "duration": "3s"}, {"kind": "kill", "random": 1}]
 
 
-CASES: tuple[tuple[Callable[[Random], list[Fault]], int], ...] = (
-    (_kill, 24),
-    (_kill_two, 8),
-    (_stop, 12),
-    (_terminate, 4),
-    (_stuck, 4),
-    (_pause, 6),
-    (_slow, 4),
-    (_daemon_kill, 8),
-    (_daemon_stop, 6),
-    (_second_at_a_state, 14),
-    (_joiner_at_a_state, 6),
-    (_slow_disk, 4),
-)
-"""What may happen, and how often against the others."""
-
-
 def _illegal_address(draw: Random) -> list[Fault]:
     return [{"kind": "illegal-address", "random": 1}]
 
@@ -116,59 +100,167 @@ def _device_assert(draw: Random) -> list[Fault]:
     return [{"kind": "device-assert", "random": 1}]
 
 
+def _burst(draw: Random) -> list[Fault]:
+    return [{"kind": "burst", "requests": draw.randint(20, 80)}]
+
+
+def _compiling(draw: Random) -> list[Fault]:
+    """As long as a kernel takes to be compiled at its first use."""
+    return [
+        {"kind": "slow", "random": 1, "delay": _ms(draw.uniform(0.05, 0.3)), "duration": _ms(draw.uniform(0.3, 0.8))}
+    ]
+
+
+def _neighbour(draw: Random) -> list[Fault]:
+    share = round(draw.uniform(0.3, 0.7), 2)
+    return [{"kind": "throttle", "random": 1, "share": share, "duration": _ms(draw.uniform(0.5, 3.0))}]
+
+
+def _telemetry(draw: Random) -> list[Fault]:
+    """An outage of NVML, or something that it reports and that is no fault."""
+    fault = draw.choice(("hang", "crash", "throttled", "ecc-correctable"))
+    about = {"gpu": draw.randrange(4), "fault": fault, "isFault": False}
+    return [{"kind": "nvml"} | about | {"duration": _ms(draw.uniform(1.0, 5.0))}]
+
+
+def _talk(draw: Random) -> list[Fault]:
+    text = draw.choice(("audit: nothing to see here", "usb 1-1: new high-speed USB device number 4"))
+    return [{"kind": "kernel-line", "gpu": 0, "isFault": False, "text": text, "count": draw.randint(10, 3000)}]
+
+
+def _clock(draw: Random) -> list[Fault]:
+    return [{"kind": "clock-jump", "by": draw.uniform(-3600.0, 3600.0), "duration": _ms(draw.uniform(0.5, 3.0))}]
+
+
+def _disk(draw: Random) -> list[Fault]:
+    return [{"kind": "disk-slow", "delay": "300ms", "duration": _ms(draw.uniform(0.5, 3.0))}]
+
+
 KERNEL_FAULTS = frozenset({"illegal-address", "misaligned-address", "device-assert"})
 """A rank commits these itself, when it is told to."""
-GPU_CASES: tuple[tuple[Callable[[Random], list[Fault]], int], ...] = (
-    (_kill, 24),
-    (_stop, 12),
-    (_illegal_address, 16),
-    (_misaligned_address, 4),
-    (_device_assert, 4),
-    (_kill_two, 4),
-    (_daemon_kill, 4),
-    (_second_at_a_state, 8),
-    (_joiner_at_a_state, 4),
+
+
+@dataclass(frozen=True)
+class Lot:
+    """What a campaign draws from."""
+
+    cases: tuple[tuple[Callable[[Random], list[Fault]], int], ...]
+    """What may happen, and how often against the others."""
+    fear: str = "something that nobody thought of happens at a moment that nobody thought of"
+    group: Mapping[str, Any] = field(default_factory=dict)
+    rate_per_s: float = 5.0
+    expect: Mapping[str, Any] = field(default_factory=dict)
+    between_s: tuple[float, float] = BETWEEN_S
+
+
+FAULTS = Lot(
+    (
+        (_kill, 24),
+        (_kill_two, 8),
+        (_stop, 12),
+        (_terminate, 4),
+        (_stuck, 4),
+        (_pause, 6),
+        (_slow, 4),
+        (_daemon_kill, 8),
+        (_daemon_stop, 6),
+        (_second_at_a_state, 14),
+        (_joiner_at_a_state, 6),
+        (_slow_disk, 4),
+    )
 )
-"""On real GPUs: errors of kernels too, which end the CUDA context of a process and leave the GPU as it was."""
-GPU_GROUP: dict[str, Any] = {
-    "ranks": 4,
-    "maxRanks": 4,
-    "slotsPerRank": 4,
-    "redundantExperts": 8,
-    "epBackend": "nixl-ep",
-    "spares": 8,
-    # each slot fails again and again here, and a proof of the device before each start takes seconds
-    "policy": {"healing": {"probation": {"repeated": 1000}}},
-}
-"""On one GPU or several: the slots take them in turn."""
+GPUS = Lot(
+    (
+        (_kill, 24),
+        (_stop, 12),
+        (_illegal_address, 16),
+        (_misaligned_address, 4),
+        (_device_assert, 4),
+        (_kill_two, 4),
+        (_daemon_kill, 4),
+        (_second_at_a_state, 8),
+        (_joiner_at_a_state, 4),
+    ),
+    group={
+        "ranks": 4,
+        "maxRanks": 4,
+        "slotsPerRank": 4,
+        "redundantExperts": 8,
+        "epBackend": "nixl-ep",
+        "spares": 8,
+        # each slot fails again and again here, and a proof of the device before each start takes seconds
+        "policy": {"healing": {"probation": {"repeated": 1000}}},
+    },
+)
+"""On real GPUs, one or several, which the slots take in turn: errors of kernels too, which end the CUDA context of a process and
+leave the GPU as it was."""
+HONEST = Lot(
+    (
+        (_pause, 20),
+        (_compiling, 16),
+        (_neighbour, 12),
+        (_slow, 12),
+        (_burst, 16),
+        (_telemetry, 20),
+        (_talk, 6),
+        (_clock, 6),
+        (_disk, 6),
+    ),
+    fear="a rank that has done nothing is removed",
+    group={
+        "gpus": True,
+        "policy": {
+            "healing": {
+                "rules": [
+                    {
+                        "name": "sick-gpu",
+                        "match": {
+                            "cause": ["xid", "recovery-action", "gpu-lost", "ecc", "remap"],
+                            "confidence": ["conclusive", "quorum"],
+                        },
+                        "actions": ["scale-down", "human"],
+                    },
+                    {
+                        "name": "dead-or-hung",
+                        "match": {
+                            "cause": ["process-death", "agent-lost", "executor", "stopped", "hang", "stuck", "silent"]
+                        },
+                        "actions": ["replace", "human"],
+                    },
+                    {"name": "anything-else", "actions": ["human"]},
+                ]
+            }
+        },
+    },
+    rate_per_s=12.0,
+    expect={"noAction": True, "kept": [0, 1, 2, 3], "allowed": ["refused"]},
+    between_s=(0.1, 1.5),
+)
+"""Nothing is wrong, though much looks like it."""
+LOTS = {"faults": FAULTS, "gpus": GPUS, "honest": HONEST}
 
 
-def drawn(seed: int, number: int, faults: int, *, on_gpus: bool = False) -> tuple[Scenario, str]:
+def drawn(seed: int, number: int, faults: int, lot: str = "faults") -> tuple[Scenario, str]:
     """The `number`-th scenario of a campaign, with at least `faults` faults, and its text."""
-    draw = Random(f"{seed}/{number}")
-    cases = GPU_CASES if on_gpus else CASES
+    draw, of = Random(f"{seed}/{number}"), LOTS[lot]
     found: list[Fault] = []
     at_s = draw.uniform(0.3, 1.5)
     while len(found) < faults:
-        case = draw.choices([c for c, _ in cases], [weight for _, weight in cases])[0]
+        case = draw.choices([c for c, _ in of.cases], [weight for _, weight in of.cases])[0]
         for fault in case(draw):
             found.append(fault if "when" in fault else fault | {"at": _ms(at_s)})
-        at_s += draw.uniform(*BETWEEN_S)
+        at_s += draw.uniform(*of.between_s)
     # a state may not be come to once a fault before it has changed what happens, and a rank that boots or was stopped takes no order
     refusable = sum("when" in fault or fault["kind"] in KERNEL_FAULTS for fault in found)
     text = {
         "apiVersion": API_VERSION,
         "kind": "Scenario",
-        "metadata": {
-            "name": f"random-{number:04d}",
-            "fear": "something that nobody thought of happens at a moment that nobody thought of",
-            "tags": ["random"],
-        },
+        "metadata": {"name": f"random-{number:04d}", "fear": of.fear, "tags": ["random"]},
         "spec": {
-            **({"group": GPU_GROUP} if on_gpus else {}),
-            "load": {"ratePerSecond": 5.0},
+            **({"group": dict(of.group)} if of.group else {}),
+            "load": {"ratePerSecond": of.rate_per_s},
             "faults": found,
-            "expect": {"wholeWithin": "60s", "refusedFaults": refusable},
+            "expect": {"wholeWithin": "60s", "refusedFaults": refusable} | dict(of.expect),
         },
     }
     return Scenario.model_validate(text), msgspec.json.format(msgspec.json.encode(text), indent=1).decode() + "\n"

@@ -31,6 +31,12 @@ def run(
     hours: Annotated[float, typer.Option(min=0.0, help="Of --random; 0: until --faults are done.")] = 0.0,
     faults: Annotated[int, typer.Option(min=0, help="Of --random; 0: until --hours are over.")] = 0,
     gpus: Annotated[bool, typer.Option("--gpus", help="Of --random: on the NVIDIA GPUs of this machine.")] = False,
+    honest: Annotated[
+        bool,
+        typer.Option(
+            "--honest", help="Of --random: load, pauses and outages that are no faults; nobody may be removed."
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 1,
     out: Annotated[Path, typer.Option(help="Folder for the records; it is emptied first.")] = Path("chaos-runs/last"),
     patience: Annotated[
@@ -59,6 +65,8 @@ def run(
         raise typer.BadParameter("--random needs --hours or --faults")
     if gpus and not random:
         raise typer.BadParameter("--gpus needs --random; a scenario says `group: {epBackend: nixl-ep}` itself")
+    if honest and (gpus or not random):
+        raise typer.BadParameter("--honest needs --random, and does not go with --gpus")
     try:
         read = [] if random else load_all(files or [FOLDER])
     except ScenarioError as error:
@@ -81,7 +89,7 @@ def run(
         random=random,
         hours=hours,
         faults=faults,
-        on_gpus=gpus,
+        lot="gpus" if gpus else "honest" if honest else "faults",
         seed=seed,
         patience=patience,
         minimise=minimise,

@@ -14,8 +14,8 @@ from chaos.records import Campaign, Run
 from chaos.runner import Order
 from chaos.scenario_file import Read
 
-FAULTS_A_RUN = 5
-"""Of a random campaign: enough for faults to meet, few enough to look through."""
+A_RUN = {"faults": 5, "gpus": 5, "honest": 20}
+"""Faults, by the lot of a random campaign: enough to meet, few enough to look through."""
 FAILURES = 5
 """A random campaign ends after so many: they may all be one."""
 
@@ -25,7 +25,8 @@ class Wanted(msgspec.Struct, frozen=True):
     random: bool
     hours: float
     faults: int
-    on_gpus: bool
+    lot: str
+    """Of `chaos.random_faults.LOTS`."""
     seed: int
     patience: float | None
     """None: from the load of the machine, anew for each run."""
@@ -75,7 +76,7 @@ class Session:
         number = 0
         while not self._enough(began):
             number += 1
-            scenario, text = drawn(wanted.seed, number, FAULTS_A_RUN, on_gpus=wanted.on_gpus)
+            scenario, text = drawn(wanted.seed, number, A_RUN[wanted.lot], wanted.lot)
             again = ("healer-chaos", "run", "SCENARIO", "--seed", str(wanted.seed))
             order = Order(scenario, text, "random", wanted.seed, again, patience(wanted.patience))
             path = self._out / order.id / "scenario.yaml"

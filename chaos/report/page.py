@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from chaos.records import Request
 from chaos.report import plots
+from chaos.report.figures import DOWN_S
 from chaos.report.source import RunData, Source
 from chaos.report.summary import Report
 
@@ -48,6 +49,7 @@ def page(source: Source, report: Report) -> str:
     closer = _closer_look(source.runs)
     return environment.get_template("page.html").render(
         r=report,
+        down_s=DOWN_S,
         said=SAID,
         phases=Markup(plots.phases(report.recoveries)) if report.recoveries else "",
         distribution=Markup(plots.distribution(report.recoveries, report.restart.p50 if report.restart else None))

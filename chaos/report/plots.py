@@ -25,6 +25,8 @@ COLOURS = {
     "handover": "#8d96a3",
 }
 FAULT, TOKEN, LINE = "#d1495b", "#00798c", "#2e4057"
+SHORTEST_S = 1e-5
+"""What took less is not drawn."""
 SEQUENCES = {"loss": "#d1495b", "join": "#00798c", "retire": "#edae49", "form": "#8d96a3"}
 
 
@@ -42,20 +44,20 @@ def svg(name: str, draw: Callable[[Axes], None], size: tuple[float, float]) -> s
 
 
 def phases(recoveries: Sequence[Recovery]) -> str:
-    """One bar for each recovery, shortest first, by what it spent its time on."""
-    ordered = sorted(recoveries, key=lambda r: r.coverage_s)
+    """Share of the recoveries in which a phase had ended after so long, on a logarithmic axis."""
 
     def draw(axes: Axes) -> None:
-        left = [0.0] * len(ordered)
         for name in STATES:
-            part = [r.phases_s.get(name, 0.0) * 1000 for r in ordered]
-            if any(part):
-                axes.bar(range(len(ordered)), part, 1.0, bottom=left, color=COLOURS[name], label=name)
-                left = [a + b for a, b in zip(left, part, strict=True)]
-        axes.set_xlabel("recoveries, from the shortest to the longest")
-        axes.set_ylabel("ms since the fault")
-        axes.set_xlim(-0.5, len(ordered) - 0.5)
-        axes.legend(loc="upper left", frameon=False, ncols=3)
+            took = sorted(t for r in recoveries if (t := r.phases_s.get(name, 0.0)) > SHORTEST_S)
+            if took:
+                share = [(i + 1) / len(took) for i in range(len(took))]
+                axes.step(took, share, where="post", color=COLOURS[name], label=f"{name} ({len(took)})")
+        axes.set_xscale("log")
+        axes.set_xlabel("seconds that it took")
+        axes.set_ylabel("share of repairs")
+        axes.set_ylim(0, 1.02)
+        axes.legend(loc="lower right", frameon=False)
+        axes.grid(alpha=0.25)
 
     return svg("phases", draw, (8, 3.2))
 

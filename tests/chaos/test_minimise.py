@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos.minimise import concrete, ddmin
-from chaos.random_faults import CASES, drawn
+from chaos.random_faults import FAULTS, KERNEL_FAULTS, drawn
 from chaos.records import Fault
 from chaos.runner import NO_STATE
 from chaos.scenario import Scenario
@@ -76,12 +76,29 @@ def test_whatever_is_drawn_is_a_scenario_and_the_same_for_the_same_seed(seed: in
 def test_every_case_is_drawn_in_a_campaign_of_500_faults() -> None:
     kinds = {f.kind for number in range(1, 101) for f in drawn(1, number, 5)[0].spec.faults}
     assert kinds >= {"kill", "stop", "terminate", "stuck", "slow", "daemon-kill", "daemon-stop", "disk-slow"}
-    assert len(CASES) == 12
+    assert len(FAULTS.cases) == 12
+
+
+def test_a_rank_that_boots_may_refuse_an_error_of_a_kernel() -> None:
+    for number in range(1, 31):
+        spec = drawn(3, number, 5, "gpus")[0].spec
+        assert spec.expect.refused_faults >= sum(fault.kind in KERNEL_FAULTS for fault in spec.faults)
 
 
 def test_a_campaign_on_gpus_has_errors_of_kernels_and_nothing_that_only_a_cpu_group_can_have() -> None:
-    scenarios = [drawn(3, number, 5, on_gpus=True)[0] for number in range(1, 31)]
+    scenarios = [drawn(3, number, 5, "gpus")[0] for number in range(1, 31)]
     assert {one.spec.group.ep_backend for one in scenarios} == {"nixl-ep"}
     kinds = {fault.kind for one in scenarios for fault in one.spec.faults}
     assert {"kill", "stop", "illegal-address", "misaligned-address", "device-assert"} <= kinds
     assert not kinds & {"slow", "disk-slow", "stuck"}
+
+
+def test_an_honest_campaign_hurts_nobody_and_expects_that_nobody_is_touched() -> None:
+    scenarios = [drawn(3, number, 20, "honest")[0] for number in range(1, 31)]
+    faults = [fault for one in scenarios for fault in one.spec.faults]
+    assert {"burst", "stop", "slow", "throttle", "nvml", "clock-jump", "disk-slow", "kernel-line"} == {
+        f.kind for f in faults
+    }
+    assert all(f.duration_s and not f.is_fault for f in faults if f.kind in ("stop", "nvml"))
+    assert not {f.kind for f in faults} & {*KERNEL_FAULTS, "kill", "terminate", "stuck"}
+    assert all(one.spec.expect.no_action and one.spec.expect.kept == (0, 1, 2, 3) for one in scenarios)
