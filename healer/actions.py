@@ -22,6 +22,7 @@ from healer.policy.memory import (
     Ended,
     Memory,
     Note,
+    Recovered,
     Returned,
     moved,
     recall,
@@ -199,7 +200,9 @@ class Actions:
             raise
         # who sets the target has the last word: no slot comes back by itself after it
         now = self._clock.monotonic()
-        self._roster.note(*(Returned(slot, now) for slot in self._roster.memory.returning))
+        memory, live = self._roster.memory, {rank.slot for rank in self._roster.live}
+        self._roster.note(*(Returned(slot, now) for slot in memory.returning))
+        self._roster.note(*(Recovered(slot, now) for slot in sorted(memory.ladders.keys() - live - set(target))))
         self.record(asked(Step.SCALE, reason, target, f"scales to slots {list(target)}: {who} asked for {shown}"))
         return target
 

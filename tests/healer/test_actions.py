@@ -4,6 +4,7 @@ import signal
 from pathlib import Path
 
 from healer.journal import Kind
+from healer.orders import Scale
 from healer.policy.memory import Memory
 from tests.healer.supervised import Rig
 from tests.healer.support import eventually
@@ -74,5 +75,27 @@ async def test_a_healed_group_leaves_nothing_to_remember_but_its_faults(tmp_path
         await eventually(lambda: not rig.supervisor._roster.memory.ladders, "the ladder is over")
         assert set(memory.faults) == {0}
         assert rig.supervisor._roster.memory == Memory(faults=memory.faults)
+    finally:
+        await rig.end()
+
+
+async def test_a_group_that_an_operator_sets_while_a_slot_is_repaired_stays_as_he_set_it(tmp_path: Path) -> None:
+    go_on = tmp_path / "go-on"
+    hooks = (
+        f'  hooks: {{reset: {{kind: reset, command: [/bin/sh, -c, "until [ -e {go_on} ]; do sleep 0.05; done"], '
+        "deadline: 60s}}\n"
+    )
+    rig = Rig(tmp_path, rules("{name: all, actions: [{hook: reset}, replace]}", hooks))
+    try:
+        await rig.start()
+        rig.executor.signal(2, signal.SIGKILL)
+        await eventually(lambda: rig.executor.status().live == (0, 1, 3), "the slot is emptied for its repair")
+        rig.supervisor.order(Scale(slots=[0, 1, 3]), who="alice")
+        go_on.touch()
+        await eventually(lambda: [e for e in rig.journal.recent(Kind.OUTCOME, 10) if "hook" in e.body], "the hook ends")
+        await rig.rounds(20)
+        assert rig.executor.status().target == (0, 1, 3)
+        assert [call[0] for call in rig.executor.calls] == ["scale-down", "scale"]
+        assert rig.incidents()[0].outcome == "reduced"
     finally:
         await rig.end()
