@@ -335,8 +335,8 @@ async def test_from_four_ranks_down_to_one_and_back(tmp_path: Path) -> None:
         async with streams.running():
             await streams.served([3], more=1, limit_s=60)
             for victim in (1, 0, 2):
-                group.kill(victim, *ALL)
                 left = [slot for slot in await group.live() if slot != victim]
+                group.kill(victim, *ALL)
                 healed = await group.heal(left)
                 assert healed.survivors == tuple(left)
                 say(f"without slot {victim}", healed)
