@@ -5,6 +5,7 @@ and stands still until it is let go: so a fault can be put exactly there, whatev
 slowed down.
 """
 
+import contextlib
 import mmap
 import socket
 import struct
@@ -19,6 +20,8 @@ import msgspec
 FOLDER_VARIABLE = "HEALER_CHAOS_HOOKS"
 ARMED, EVENTS, SOCKET, CLOCK, DISK, GPUS = "armed.json", "events.jsonl", "socket", "clock", "disk", "gpus.json"
 ANY = "any"
+ENDING_S = 10.0
+"""For a fault that is being put in place when the hook is closed."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -99,6 +102,10 @@ class Hook:
 
     def close(self) -> None:
         self._closed = True
+        # else the thread would stand in accept for ever, and could come to serve whoever gets its descriptor next
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(ENDING_S)
         self._listener.close()
         (self.folder / SOCKET).unlink(missing_ok=True)
 
