@@ -4,6 +4,7 @@ The decisions are pure (`next_round`); processes are the caller's: it says who l
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -301,7 +302,8 @@ async def _prepare(clients: Mapping[int, RankClient], order: RefillOrder, boot: 
 async def _ready(
     clients: Mapping[int, RankClient], ranks: Ranks, coordination: Coordination, order: RefillOrder, limit_s: float
 ) -> None:
-    """All members have prepared; a survivor that says that it has dropped the preparation ends the wait."""
+    """All members have prepared; a survivor that says that it has dropped the preparation ends the wait. One that is too busy to
+    answer does not: the joiner has loaded for a minute, and whoever dies is seen by its process."""
     keys, joiner = {f"eep_ready/{slot}" for slot in order.members}, order.joiners[0]
     looked = time.monotonic()
     until = looked + limit_s
@@ -312,9 +314,10 @@ async def _ready(
             for slot in order.live:
                 if not ranks.alive(slot):
                     raise RefillFailed(f"slot {slot} has died meanwhile")
-                found = await engine_info(clients[slot])
-                if found.refill_error:
-                    raise RefillFailed(f"slot {slot}: {found.refill_error}")
+                with contextlib.suppress(NoAnswer):
+                    found = await engine_info(clients[slot])
+                    if found.refill_error:
+                        raise RefillFailed(f"slot {slot}: {found.refill_error}")
         await asyncio.sleep(POLL_S)
 
 

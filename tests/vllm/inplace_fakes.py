@@ -48,6 +48,7 @@ class FakeRanks:
         self.dead: set[int] = set()
         self.fenced: list[int] = []
         self.mute: set[int] = set()
+        self.mute_once_prepared: set[int] = set()
         self.no: set[int] = set()
         self.told: list[tuple[str, int]] = []
         self.refill_error = ""
@@ -83,6 +84,7 @@ class FakeRanks:
         if what == "refill/prepare":
             prepare = msgspec.json.decode(body, type=RefillPrepare)
             self.epoch[slot] = prepare.epoch
+            self.mute |= self.mute_once_prepared & {slot}
             return httpx.Response(200, content=msgspec.json.encode(RefillAnswer(prepare.epoch, slot, True, "key")))
         epoch = json.loads(body)["epoch"]
         ok = not (what == "refill/commit" and self.commit_fails)

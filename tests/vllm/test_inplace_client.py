@@ -185,6 +185,17 @@ async def test_a_survivor_that_dropped_the_preparation_ends_the_wait(
             await fill(ranks, coordination)
 
 
+async def test_a_survivor_that_is_too_busy_to_answer_does_not_cost_the_joiner_its_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "LOOK_S", 0.05)
+    ranks = FakeRanks([0, 2])
+    ranks.mute_once_prepared = {2}
+    async with FakeCoordination(tmp_path, "hello").listening() as coordination:
+        with pytest.raises(RefillFailed, match="the joiner did not prepare in time"):
+            await fill(ranks, coordination)
+
+
 async def test_a_commit_that_fails_on_one_rank_is_told_apart_from_a_refill_that_changed_nothing(tmp_path: Path) -> None:
     ranks = FakeRanks([0, 2])
     ranks.commit_fails = True
