@@ -46,7 +46,14 @@ Armed = Annotated[
 Deadline = Annotated[float, typer.Option(min=0.0, help="Seconds to wait until the process shows the effect.")]
 
 DEFAULT_RUN_DIR = Path("run")
-WITHIN: tuple[inject.FaultName, ...] = ("illegal-address", "misaligned-address", "device-assert", "gpu-memory", "stuck")
+WITHIN: tuple[inject.FaultName, ...] = (
+    "illegal-address",
+    "misaligned-address",
+    "device-assert",
+    "gpu-memory",
+    "context-freed",
+    "stuck",
+)
 
 
 @inject_app.command("kill")

@@ -21,7 +21,15 @@ from elastic.paths import config_path, fault_path, read_config, read_json, state
 from elastic.view import Member
 
 FaultName = Literal[
-    "kill", "stop", "cont", "illegal-address", "misaligned-address", "device-assert", "gpu-memory", "stuck"
+    "kill",
+    "stop",
+    "cont",
+    "illegal-address",
+    "misaligned-address",
+    "device-assert",
+    "gpu-memory",
+    "context-freed",
+    "stuck",
 ]
 """The first three are signals; the others a rank commits itself, see `elastic.rank.faults`."""
 

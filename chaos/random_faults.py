@@ -136,7 +136,11 @@ def _disk(draw: Random) -> list[Fault]:
     return [{"kind": "disk-slow", "delay": "300ms", "duration": _ms(draw.uniform(0.5, 3.0))}]
 
 
-KERNEL_FAULTS = frozenset({"illegal-address", "misaligned-address", "device-assert"})
+def _context_freed(draw: Random) -> list[Fault]:
+    return [{"kind": "context-freed", "random": 1}]
+
+
+OWN_FAULTS = frozenset({"illegal-address", "misaligned-address", "device-assert", "context-freed"})
 """A rank commits these itself, when it is told to."""
 
 
@@ -176,6 +180,7 @@ GPUS = Lot(
         (_illegal_address, 16),
         (_misaligned_address, 4),
         (_device_assert, 4),
+        (_context_freed, 4),
         (_kill_two, 4),
         (_daemon_kill, 4),
         (_second_at_a_state, 8),
@@ -251,7 +256,7 @@ def drawn(seed: int, number: int, faults: int, lot: str = "faults") -> tuple[Sce
             found.append(fault if "when" in fault else fault | {"at": _ms(at_s)})
         at_s += draw.uniform(*of.between_s)
     # a state may not be come to once a fault before it has changed what happens, and a rank that boots or was stopped takes no order
-    refusable = sum("when" in fault or fault["kind"] in KERNEL_FAULTS for fault in found)
+    refusable = sum("when" in fault or fault["kind"] in OWN_FAULTS for fault in found)
     text = {
         "apiVersion": API_VERSION,
         "kind": "Scenario",

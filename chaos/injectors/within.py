@@ -47,7 +47,7 @@ class Within(OfRanks):
     """Nothing takes it back: the rank must be replaced."""
 
     family: ClassVar[Family] = "rank"
-    kind: Literal["stuck", "illegal-address", "misaligned-address", "device-assert", "gpu-memory"]
+    kind: Literal["stuck", "illegal-address", "misaligned-address", "device-assert", "gpu-memory", "context-freed"]
 
     def inject(self, place: Place) -> Done:
         members = members_in(place.run_dir, self.chosen(place))

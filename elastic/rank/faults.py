@@ -6,6 +6,7 @@ a kernel that does what a wrong kernel of a library would do; they end the CUDA 
 was. Those of the exchange change the rules of `elastic.rank.comm.links`; `restore` takes them all back.
 """
 
+import ctypes
 import signal
 import threading
 import time
@@ -22,6 +23,8 @@ from elastic.rank.comm.links import Links
 LOOK_S = 0.005
 STUCK = signal.SIGRTMIN + 1
 HOST_BYTES = 128 << 20
+MOST_HOLDERS = 64
+"""Of a context, in one process."""
 UNMAPPED = 0x1000
 """An address in the first pages, which no allocation is given."""
 
@@ -113,6 +116,17 @@ def gpu_memory(place: torch.device) -> None:
     _kept.extend(kept)
 
 
+def context_freed(place: torch.device) -> None:
+    """Give this process's CUDA context back once too often, as after a double free: what else uses it has none any more."""
+    cuda, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    if cuda.cuDeviceGet(ctypes.byref(handle), place.index or 0):
+        raise ElasticError("context-freed: the driver knows no such device")
+    for _ in range(MOST_HOLDERS):
+        if cuda.cuDevicePrimaryCtxRelease_v2(handle):
+            break
+    torch.cuda.synchronize(place)
+
+
 def host_memory(_: torch.device) -> None:
     """Take HOST_BYTES of host memory and keep them: more than the control group leaves that an injector has put around this rank."""
     for _number in range(16):
@@ -134,6 +148,7 @@ OF_DEVICE: dict[str, Callable[[torch.device], None]] = {
     "misaligned-address": misaligned_address,
     "device-assert": device_assert,
     "gpu-memory": gpu_memory,
+    "context-freed": context_freed,
     "host-memory": host_memory,
     "stuck": stuck,
 }

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos.minimise import concrete, ddmin
-from chaos.random_faults import FAULTS, KERNEL_FAULTS, drawn
+from chaos.random_faults import FAULTS, OWN_FAULTS, drawn
 from chaos.records import Fault
 from chaos.runner import NO_STATE
 from chaos.scenario import Scenario
@@ -82,14 +82,14 @@ def test_every_case_is_drawn_in_a_campaign_of_500_faults() -> None:
 def test_a_rank_that_boots_may_refuse_an_error_of_a_kernel() -> None:
     for number in range(1, 31):
         spec = drawn(3, number, 5, "gpus")[0].spec
-        assert spec.expect.refused_faults >= sum(fault.kind in KERNEL_FAULTS for fault in spec.faults)
+        assert spec.expect.refused_faults >= sum(fault.kind in OWN_FAULTS for fault in spec.faults)
 
 
 def test_a_campaign_on_gpus_has_errors_of_kernels_and_nothing_that_only_a_cpu_group_can_have() -> None:
     scenarios = [drawn(3, number, 5, "gpus")[0] for number in range(1, 31)]
     assert {one.spec.group.ep_backend for one in scenarios} == {"nixl-ep"}
     kinds = {fault.kind for one in scenarios for fault in one.spec.faults}
-    assert {"kill", "stop", "illegal-address", "misaligned-address", "device-assert"} <= kinds
+    assert {"kill", "stop", "illegal-address", "misaligned-address", "device-assert", "context-freed"} <= kinds
     assert not kinds & {"slow", "disk-slow", "stuck"}
 
 
@@ -100,5 +100,5 @@ def test_an_honest_campaign_hurts_nobody_and_expects_that_nobody_is_touched() ->
         f.kind for f in faults
     }
     assert all(f.duration_s and not f.is_fault for f in faults if f.kind in ("stop", "nvml"))
-    assert not {f.kind for f in faults} & {*KERNEL_FAULTS, "kill", "terminate", "stuck"}
+    assert not {f.kind for f in faults} & {*OWN_FAULTS, "kill", "terminate", "stuck"}
     assert all(one.spec.expect.no_action and one.spec.expect.kept == (0, 1, 2, 3) for one in scenarios)

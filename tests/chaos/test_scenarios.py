@@ -31,7 +31,7 @@ def test_every_scenario_is_read_and_says_what_one_would_be_afraid_of(shipped: li
 
 def test_the_scenarios_use_every_fault_that_needs_no_gpu(shipped: list[Read]) -> None:
     used = {fault.kind for one in shipped for fault in one.scenario.spec.faults}
-    of_gpus = {"illegal-address", "misaligned-address", "device-assert", "gpu-memory"}
+    of_gpus = {"illegal-address", "misaligned-address", "device-assert", "gpu-memory", "context-freed"}
     assert set(kinds()) - used <= of_gpus | {"order"}
 
 
