@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,13 @@ from torch.distributed import TCPStore
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import all2all
+from vllm.distributed.eplb import async_worker, eplb_utils
 from vllm.v1.worker import dp_utils
 from vllm.v1.worker.gpu import dp_utils as dp_utils_v2
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from elastic.vllm import groups
-from elastic.vllm.worker import dp_sync, exchange, meeting
+from elastic.vllm.worker import dp_sync, exchange, experts, meeting
 from elastic.vllm.worker.interface import send_release
 from elastic.vllm.worker.meeting import Meeting
 from elastic.vllm.worker.release import Listener, WordWriter
@@ -45,6 +47,11 @@ def store() -> TCPStore:
 
 
 # --- the table of every step -------------------------------------------------------------------------------------------------
+
+
+class Rank0:
+    def rank(self) -> int:
+        return 0
 
 
 class Graphs:
@@ -227,6 +234,33 @@ def test_a_group_that_was_left_is_a_group_of_one_and_may_be_left_again() -> None
     for _ in range(2):
         meeting.leave(holder, None)
         assert holder.cpu_group.size() == 1
+
+
+# --- the balancer ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_balancers_thread_ends_without_a_word_that_would_be_taken_for_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(async_worker.logger, "exception", lambda text, *_: said.append(text))
+    monkeypatch.setattr(async_worker, "get_eplb_group", lambda: SimpleNamespace(device_group=Rank0()))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda *_: None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: "cpu")
+    monkeypatch.setattr(torch, "Stream", lambda **_: None)
+    event = object.__new__(eplb_utils.CpuGpuEvent)
+    event._event, event._recorded = None, threading.Event()
+    config = SimpleNamespace(eplb_config=SimpleNamespace(use_async=True))
+    state = SimpleNamespace(device_index=0, is_async=True, rearrange_event=event, parallel_config=config)
+    state.async_worker = async_worker.start_async_worker(state)
+    found = object.__new__(experts.Experts)
+    found.state, found._runner = state, SimpleNamespace(eep_eplb_suppressed=False)
+    found.model_state = SimpleNamespace(rebalanced=True, pending_result=None)
+    assert found.may_balance is False
+    assert found.stop_balancing()
+    assert found._runner.eep_eplb_suppressed
+    assert found.may_balance
+    assert (state.async_worker, said) == (None, [])
 
 
 # --- the exchange ------------------------------------------------------------------------------------------------------------

@@ -224,6 +224,10 @@ def test_what_vllm_never_recovers_from_ends_in_a_restart(trouble: dict[str, Any]
     assert (step.do, step.slots) == (Do.RESTART, (1,))
 
 
+def test_a_balancer_that_healing_in_place_has_ended_is_no_trouble() -> None:
+    assert decide(facts(rank(0), rank(1, eplb_stopped=True), ordered=True)).do == Do.NOTHING
+
+
 def test_a_standstill_of_all_counts_only_when_it_is_of_all_and_long() -> None:
     still, moving = {"still_since": NOW - 61.0}, {}
     assert decide(facts(rank(0, **still), rank(1, **still))).do == Do.RESTART

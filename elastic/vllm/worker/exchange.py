@@ -95,7 +95,11 @@ class NixlExchange:
         if not torch.cuda.is_available():
             return
         self._words = Words(buffer, capacity, experts)
-        self.releases_early = self._words.found(rank, max_tokens, hidden)
+        try:
+            self.releases_early = self._words.found(rank, max_tokens, hidden)
+        except Exception:  # the trial must not cost the start of a rank
+            log.exception("[in-place] the trial of the signal words failed")
+            self.releases_early = False
         if not self.releases_early:
             log.warning("[in-place] early release is off: NIXL's signal words are not where they were expected")
         self._side = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]

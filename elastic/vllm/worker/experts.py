@@ -25,6 +25,14 @@ log = logging.getLogger("vllm.healer.in_place")
 THREAD_END_S = 2.0
 
 
+class _End:
+    """In place of the event that vLLM's balancing thread waits for: the thread ends, and nothing is logged as an error."""
+
+    @staticmethod
+    def wait(*_: object) -> None:
+        raise SystemExit
+
+
 class NoSource(ElasticError):
     """Experts whose weights are nowhere: the group has to be started anew."""
 
@@ -168,14 +176,16 @@ class Experts:
         thread: threading.Thread | None = state.async_worker
         if thread is None:
             return True
-        # the thread asserts this at the start of its next round, which is what ends it
+        # a thread that is past its event asserts this
         state.is_async = False
         if pending is not None:
             pending.consumed_event.record()
         until = time.monotonic() + THREAD_END_S
         while thread.is_alive() and time.monotonic() < until:
-            if not state.rearrange_event._recorded.is_set():
-                state.rearrange_event.record()
+            event = state.rearrange_event
+            if not isinstance(event._event, _End):
+                event._event = _End()
+            event._recorded.set()
             thread.join(0.02)
         state.is_async = bool(state.parallel_config.eplb_config.use_async)
         if thread.is_alive():
@@ -183,6 +193,12 @@ class Experts:
             return False
         state.async_worker = None
         return True
+
+    def leave_balancing(self, group: Any) -> None:
+        """vLLM's communicator keeps the group that it was made with: a thread that waits in it is only freed when that is let go."""
+        communicator = self.model_state.communicator
+        if hasattr(communicator, "_cpu_group"):
+            communicator._cpu_group = group
 
     @property
     def may_balance(self) -> bool:

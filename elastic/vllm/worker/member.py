@@ -94,10 +94,16 @@ class Member:
         found = self._stock_load(*args, **options)
         if self.joining is None:
             try:
-                self.sources = f"{self.keep_copy()}; {self._try_checkpoint()}"
+                kept = self.keep_copy()
             except Exception as error:  # a shrink that needs a source will say so
                 log.exception("[in-place] slot %d keeps no host copy of its experts", self.slot)
-                self.sources = f"no source of lost experts: {error}"
+                kept = f"no host copy of experts: {error}"
+            try:
+                stored = self._try_checkpoint()
+            except Exception as error:
+                log.exception("[in-place] slot %d cannot take experts from the checkpoint", self.slot)
+                stored = f"no experts from the checkpoint: {error}"
+            self.sources = f"{kept}; {stored}"
             log.info("[in-place] slot %d: %s", self.slot, self.sources)
         return found
 
@@ -150,6 +156,8 @@ class Member:
         dp_sync.table.left = True
         found = self.coordinators()
         meeting.leave(found["dp"], found["ep"], found["eplb"])
+        if self._experts is not None and found["eplb"] is not None:
+            self._experts.leave_balancing(found["eplb"].cpu_group)
 
     def healer_shrink(
         self, epoch: int, survivors: list[int], store_host: str, store_port: int, timeout_s: float

@@ -185,11 +185,14 @@ class Refill:
         return all(store.get(f"{prefix}/vote/{rank}") == b"1" for rank in self.slots.live_ranks)
 
     def abort(self) -> None:
-        """Waits for nobody: a preparation that runs drops what it made when it notices."""
+        """Waits for nobody: a preparation that runs drops what it made when it notices. Kernels of it that wait for a joiner are
+        ended at once: a shrink waits for the device."""
         with self._lock:
             again = self._cancelled.is_set()
             self._cancelled.set()
             ours = self._through and not again
+        if not again and not ours:
+            meeting.abort_device_groups(*self._formation.made)
         if ours:
             self._thread = threading.Thread(target=self._drop, name="healer refill drop", daemon=True)
             self._thread.start()
@@ -228,7 +231,11 @@ class Refill:
         member, experts, place = self.member, self.member.experts, None
         found, demand = self._await_map()
         if experts.copy is None:
-            member.sources = member.keep_copy()
+            try:
+                member.sources = member.keep_copy()
+            except (ElasticError, OSError) as error:
+                log.exception("[in-place] slot %d has no host copy of experts", member.slot)
+                member.sources = f"no host copy of experts: {error}"
         for rank in self.joining_ranks:
             filled = fill(found, experts.experts, rank, experts.rows, demand)
             if rank == member.rank:

@@ -192,7 +192,8 @@ def _broken(facts: Facts) -> Step | None:
             return Step(Do.RESTART, text, (slot,))
         if rank.wrong >= WRONG_CANARIES:
             return Step(Do.RESTART, f"slot {slot} generates other tokens than it should", (slot,))
-        if rank.eplb_stopped:
+        # healing in place ends the thread itself, and starts it anew when the group is whole
+        if rank.eplb_stopped and not facts.ordered:
             text = (
                 f"slot {slot}: the thread that rebalances experts has ended; all would wait for it at the next scaling"
             )
