@@ -8,7 +8,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from chaos.hook import Hook, Point, Reached
@@ -30,6 +30,7 @@ class _Due:
     whole_at: float = 0.0
     reached: int = 0
     """How often the state was come to."""
+    undoing: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def settled(self) -> bool:
@@ -196,7 +197,8 @@ class Faultline:
         await asyncio.to_thread(self._undo, due)
 
     def _undo(self, due: _Due) -> None:
-        with self._lock:
+        # not under the lock of injections: one that waits for a stopped rank must not keep it from being continued
+        with due.undoing:
             if due.done is None or due.done.take_back is None or due.undone_at:
                 return
             due.undone_at = time.monotonic()

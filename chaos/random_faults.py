@@ -256,7 +256,7 @@ def drawn(seed: int, number: int, faults: int, lot: str = "faults") -> tuple[Sce
             found.append(fault if "when" in fault else fault | {"at": _ms(at_s)})
         at_s += draw.uniform(*of.between_s)
     # a state may not be come to once a fault before it has changed what happens, and a rank that boots or was stopped takes no order
-    refusable = sum("when" in fault or fault["kind"] in OWN_FAULTS for fault in found)
+    refusable = sum("when" in fault or fault["kind"] in {*OWN_FAULTS, "slow"} for fault in found)
     text = {
         "apiVersion": API_VERSION,
         "kind": "Scenario",

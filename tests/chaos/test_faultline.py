@@ -85,6 +85,24 @@ async def test_what_lasts_is_taken_back_after_its_time_and_the_rest_at_the_end()
     assert long.undone_at > 0
 
 
+async def test_an_injection_that_waits_for_a_stopped_rank_does_not_keep_it_from_being_continued() -> None:
+    gone_on = threading.Event()
+
+    class Waits(Marked):
+        def inject(self, place: Place) -> Done:
+            assert gone_on.wait(20), "nobody took the other fault back"
+            return super().inject(place)
+
+    class Stops(Marked):
+        def inject(self, place: Place) -> Done:
+            return Done(at=time.monotonic(), take_back=gone_on.set)
+
+    line = line_of(Stops(at_s=0.0, duration_s=0.2), Waits(at_s=0.05, name="waits"))
+    line.begin()
+    await until(lambda: "+waits" in Marked.marks, "the second fault is there")
+    await line.end()
+
+
 async def test_a_fault_comes_with_the_request_that_it_names() -> None:
     line = line_of(Marked(name="third", at_request=2))
     line.begin()
