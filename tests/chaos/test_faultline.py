@@ -97,7 +97,7 @@ async def test_an_injection_that_waits_for_a_stopped_rank_does_not_keep_it_from_
         def inject(self, place: Place) -> Done:
             return Done(at=time.monotonic(), take_back=gone_on.set)
 
-    line = line_of(Stops(at_s=0.0, duration_s=0.2), Waits(at_s=0.05, name="waits"))
+    line = line_of(Stops(at_s="0s", duration_s="200ms"), Waits(at_s="50ms", name="waits"))
     line.begin()
     await until(lambda: "+waits" in Marked.marks, "the second fault is there")
     await line.end()
