@@ -15,7 +15,8 @@ class Retryable(ElasticError):
 
 
 class Unreachable(Retryable):
-    """Other ranks gave a rank no answer: the fault is theirs, or of the way to them, not of the rank that says so."""
+    """Other ranks gave a rank no answer, or connecting to them failed: the fault is taken for theirs, or of the way to them, not of
+    the rank that says so."""
 
     def __init__(self, message: str, slots: Iterable[int]) -> None:
         super().__init__(message)

@@ -77,6 +77,8 @@ class Prepare(Message, frozen=True):
     dense_from: int | None = None
     """For a joiner that has no dense weights yet: a live slot to take them from, or -1: host tier or checkpoint."""
     capture: bool = False
+    members: dict[int, int] | None = None
+    """Incarnations by slot, of those that this rank stays connected to: it lets go of all others first. None: of nobody."""
 
 
 class Link(Message, frozen=True):

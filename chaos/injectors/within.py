@@ -1,7 +1,10 @@
 """Faults that a rank commits itself, in a group with `faultInjection: true`: a stuck thread, GPU errors, a slow rank, and the
 links of its exchange and of its weight transfers. See `elastic.rank.faults`, which carries them out."""
 
+import contextlib
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -17,6 +20,8 @@ from elastic.view import Member
 
 TAKEN_S = 3.0
 """A rank looks for orders every few milliseconds, unless it is stopped."""
+_turns: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+"""One order at a time for a rank: there is one file for it."""
 
 
 def tell(run_dir: Path, members: Iterable[Member], order: str) -> float:
@@ -26,20 +31,21 @@ def tell(run_dir: Path, members: Iterable[Member], order: str) -> float:
     """
     if not read_config(config_path(run_dir)).fault_injection:
         raise ElasticError(f"{config_path(run_dir)}: faultInjection is not set, so its ranks commit no faults")
-    at, waiting = time.monotonic(), list[tuple[Member, Path]]()
-    for member in members:
-        path = fault_path(run_dir, member.slot, member.incarnation)
-        part = path.with_name(f".{path.name}.part")
-        part.write_text(order)
-        part.replace(path)
-        waiting.append((member, path))
-    end = at + TAKEN_S
-    for member, path in waiting:
-        while path.exists() and process.is_alive(member.pid, member.pid_start):
-            if time.monotonic() > end:
-                path.unlink(missing_ok=True)
-                raise Retryable(f"{member}: has not taken the order {order!r} within {TAKEN_S:g} s")
-            time.sleep(0.001)
+    told = sorted((fault_path(run_dir, m.slot, m.incarnation), m) for m in members)
+    with contextlib.ExitStack() as turns:
+        for path, _ in told:
+            turns.enter_context(_turns[path])
+        at = time.monotonic()
+        for path, _ in told:
+            part = path.with_name(f".{path.name}.part")
+            part.write_text(order)
+            part.replace(path)
+        for path, member in told:
+            while path.exists() and process.is_alive(member.pid, member.pid_start):
+                if time.monotonic() > at + TAKEN_S:
+                    path.unlink(missing_ok=True)
+                    raise Retryable(f"{member}: has not taken the order {order!r} within {TAKEN_S:g} s")
+                time.sleep(0.001)
     return at
 
 

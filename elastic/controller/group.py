@@ -154,6 +154,10 @@ class Group:
 
         return {slot: one(slot) for slot in view.live}
 
+    def incarnations(self) -> dict[int, int]:
+        """Of the members, by slot."""
+        return {slot: link.member.incarnation for slot, link in self.links.items()}
+
     def hasten(self, lost: Collection[int]) -> None:
         """Have the survivors end every wait and drop the step in flight now, ahead of the sequence that orders it in full and
         takes their answers: until that has its turn in the loop, others may keep it busy for milliseconds. In an epoch of its

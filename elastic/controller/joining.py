@@ -53,6 +53,7 @@ class Joining:
                 moves=moves.get(slot, ()),
                 dense_from=source,
                 capture=True,
+                members={},
             )
             return await self._while_it_beats(link, link.call(order, Prepared, deadline_s=deadline_s))
 
@@ -80,8 +81,9 @@ class Joining:
 
     def loading(self, slot: int, moves: tuple[Move, ...]) -> Prepare:
         """What a rank of the view is told to load."""
-        id_ = self._group.links[slot].next_id()
-        return Prepare(id=id_, epoch=self._group.epoch, peers=self._sources(slot, moves), moves=moves)
+        group = self._group
+        peers, members = self._sources(slot, moves), group.incarnations()
+        return Prepare(id=group.links[slot].next_id(), epoch=group.epoch, peers=peers, moves=moves, members=members)
 
     def _sources(self, slot: int, moves: tuple[Move, ...], dense: int = HOLE) -> tuple[Peer, ...]:
         """The ranks of the view that weights come from, by these moves to `slot` and in slot `dense`."""

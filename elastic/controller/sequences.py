@@ -286,7 +286,7 @@ class Sequences:
         rank that leaves keeps its memory until then."""
         group, orders = self._group, {}
         for slot in slots:
-            order = Prepare(id=group.links[slot].next_id(), epoch=group.epoch)
+            order = Prepare(id=group.links[slot].next_id(), epoch=group.epoch, members=group.incarnations())
             orders[slot] = group.links[slot].call(order, Prepared, deadline_s=self._config.commit_deadline_s)
         await group.each(orders)
 

@@ -68,6 +68,8 @@ class Membership:
         """Incarnations whose weights can be read, by slot."""
         self._linked: dict[int, int] = {}
         """Incarnations that the EP back end is connected to."""
+        self._link_failure: tuple[int, ElasticError | None] = -1, None
+        """Of the last order to link that failed, with its epoch."""
         self._dead: dict[int, int] = {}
         """Processes of connected peers that were seen to die, by slot."""
         self._watched: set[tuple[int, int]] = set()
@@ -81,7 +83,8 @@ class Membership:
         def left() -> float:
             return max(0.0, until - time.monotonic())
 
-        self._leave_former()
+        if order.members is not None:
+            self._leave_all_but(order.members)
         self._reach(order.peers, self._config.prepare_deadline_s * CONNECT_SHARE, overtaken)
         connected = time.monotonic()
         loaded = self._weights.load_experts(order.moves, deadline_s=left(), give_up=overtaken)
@@ -105,9 +108,17 @@ class Membership:
 
         A back end that meets its peers may freeze this process until they come (`frozen`). The joiner gives up first: its
         end sets free those who wait for it, and only a rank that stays frozen after that ends too."""
+        epoch, failure = self._link_failure
+        if failure is not None and epoch == order.epoch:
+            # the order comes twice, and nobody would meet this rank a second time
+            raise failure
         patience_s = LINK_JOINING_S if self._engine.view is None else LINK_SERVING_S
         deadline_s = min(self._config.prepare_deadline_s * CONNECT_SHARE, patience_s + LINK_PEER_S * len(order.peers))
-        self._link(order.peers, deadline_s, self._overtaken(order.epoch))
+        try:
+            self._link(order.peers, deadline_s, self._overtaken(order.epoch))
+        except ElasticError as error:
+            self._link_failure = order.epoch, error
+            raise
 
     def commit(self, order: Commit) -> Committed:
         """While parked: afterwards masks, map and weights are exactly what the view says, or ElasticError is raised and
@@ -177,14 +188,13 @@ class Membership:
         self._leave_weights([slot for slot in self._reached if slot not in view.live])
         return self.part({slot: incarnation for slot, incarnation in self._linked.items() if slot not in view.live})
 
-    def _leave_former(self) -> None:
+    def _leave_all_but(self, members: Mapping[int, int]) -> None:
         """Let go of whoever was connected for a view that never came, before anybody connects for the next one.
 
         A join that was cut off may leave a joiner connected to ranks that are not connected to it any more, or to the dead. As
         NIXL EP meets its peers, both ends have to begin anew: the other one would wait for ever for a rank that has nothing to
-        do."""
-        view = self._engine.view
-        self.part({s: i for s, i in self._linked.items() if view is None or s not in view.live}, wait=view is not None)
+        do. So it is the controller who says, to both, which pairs stay."""
+        self.part({s: i for s, i in self._linked.items() if members.get(s) != i}, wait=bool(members))
 
     def part(self, peers: Mapping[int, int], *, wait: bool = True) -> dict[int, int]:
         """Disconnect the exchange from these incarnations, by slot. With `wait`, returns those that were left because their

@@ -41,10 +41,17 @@ SETTLE_S = 60.0
 
 
 class SimulatedGroup:
-    """Four ranks of six slots, with 4 expert slots each for 8 experts. `end` it."""
+    """Four ranks of six slots, with `slots` expert slots each for 8 experts. `end` it."""
 
     def __init__(
-        self, server: str, *, prepare_s: float = 10.0, commit_s: float = 5.0, silent_s: float = 4.0, redundant: int = 4
+        self,
+        server: str,
+        *,
+        prepare_s: float = 10.0,
+        commit_s: float = 5.0,
+        silent_s: float = 4.0,
+        redundant: int = 4,
+        slots: int = 4,
     ) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="sim-", dir="/tmp"))
         self.run_dir = self.root / "run"
@@ -59,7 +66,7 @@ class SimulatedGroup:
                 "runDir": str(self.run_dir),
                 "ranks": 4,
                 "maxRanks": 6,
-                "slotsPerRank": 4,
+                "slotsPerRank": slots,
                 "redundantExperts": redundant,
                 "gateway": {"port": 0},
                 "hostTier": False,

@@ -166,7 +166,7 @@ class Peers:
 
 class Exchange:
     """`EpBackend`, as far as engine and membership use it. It meets its peers as NIXL EP does: a connect returns when the other end
-    has connected too, is not to be cut short, and ends the process where that does not come."""
+    has connected too or has died, is not to be cut short, and ends the process where neither comes."""
 
     def __init__(self, slot: int, peers: Peers, greetings: Path) -> None:
         self._greetings = greetings
@@ -190,6 +190,9 @@ class Exchange:
         for slot, raw in peers.items():
             greeting = self._greetings / mine / raw.decode()
             while not greeting.exists():
+                pid, start = map(int, raw.split())
+                if not process.is_alive(pid, start):
+                    raise Unreachable(f"slot {slot} died while it connected", [slot])
                 if time.monotonic() > until:
                     print(f"error: frozen in a connect to slot {slot}", file=sys.stderr, flush=True)
                     os._exit(1)

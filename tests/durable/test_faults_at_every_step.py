@@ -98,6 +98,27 @@ async def test_further_faults_at_a_step_of_a_sequence_end_in_a_whole_group(quick
             assert now[slot] == member, f"healthy slot {slot} was replaced"
 
 
+@pytest.mark.parametrize("later", [4, 8, 12])
+async def test_a_joiner_of_a_group_that_stands_is_met_anew_when_another_joiner_died(
+    fork_server: str, later: int
+) -> None:
+    """Two ranks of four cannot hold every expert: they stand, and in a view that names slots which are empty since."""
+    group = SimulatedGroup(fork_server, prepare_s=6.0, commit_s=1.5, silent_s=3.0, redundant=0, slots=2)
+    try:
+        group.spawn()
+        await group.settled(range(4))
+        plan = group.root / "plan.json"
+        write(plan, [Fault("step join connect", OTHER, KILL, later)])
+        for slot in (FIRST, OTHER):
+            group.signal(slot, KILL)
+        await eventually(lambda: _done(plan), "the fault has hit", 30)
+        await group.settled(range(4), deadline_s=30)
+        await group.check(range(4))
+        assert {slot: m.incarnation for slot, m in group.members().items()} == {0: 1, FIRST: 2, OTHER: 3, 3: 1}
+    finally:
+        await group.end()
+
+
 @pytest.mark.slow
 async def test_a_replacement_that_never_boots_ends_in_a_smaller_group_and_not_in_a_loop(
     simulated: SimulatedGroup,

@@ -67,6 +67,7 @@ async def test_a_lost_rank_is_replaced_while_the_others_keep_their_processes_and
         assert [p.name for p in stand.reports("loss")[0].phases] == ["fence", "order", "verify"]
         assert broken_rules(tmp_path) == []
         assert stand.target.group.holes == {}
+        assert not stand.target.group.unbalanced
 
 
 async def test_a_hung_rank_is_ended_before_the_others_go_on(tmp_path: Path) -> None:

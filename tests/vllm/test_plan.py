@@ -225,7 +225,9 @@ def test_what_vllm_never_recovers_from_ends_in_a_restart(trouble: dict[str, Any]
 
 
 def test_a_balancer_that_healing_in_place_has_ended_is_no_trouble() -> None:
-    assert decide(facts(rank(0), rank(1, eplb_stopped=True), ordered=True)).do == Do.NOTHING
+    stopped = rank(1, eplb_stopped=True)
+    assert decide(facts(rank(0), stopped, ordered=True, unbalanced=True)).do == Do.NOTHING
+    assert decide(facts(rank(0), stopped, ordered=True)).do == Do.RESTART, "a refill has started it anew"
 
 
 def test_a_standstill_of_all_counts_only_when_it_is_of_all_and_long() -> None:

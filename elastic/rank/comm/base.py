@@ -66,7 +66,7 @@ class EpBackend(Protocol):
 
     def disconnect(self, ranks: Collection[int]) -> None:
         """Forget ranks, dead or alive, and free what was held for them. Like `connect` it may run while the loop steps, for
-        ranks that are masked."""
+        ranks that are masked. Both raise ExchangeLost where the back end is in no known state afterwards."""
         ...
 
     def masks(self) -> tuple[int, ...]:

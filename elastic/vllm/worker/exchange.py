@@ -188,18 +188,20 @@ class NixlExchange:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"ranks {new} published no address of their exchange buffers in time")
             time.sleep(METADATA_POLL_S)
-        state.buffer.set_tcp_store_group(store)
+        handing = _Handing(store)
+        state.buffer.set_tcp_store_group(handing)
         with self._links, ends_within(max(1.0, deadline - time.monotonic()) + FROZEN_AFTER_S), _own_stream():
             try:
                 state.buffer.connect_ranks(new, activate=active)
             except Exception:
-                self._back_out(new)
+                if handing.handed:
+                    self._back_out(new)
                 raise
             self.connected |= set(new)
         state.connected_ep_size = max(self.connected) + 1
 
     def _back_out(self, new: list[int]) -> None:
-        """NIXL takes a peer for connected from the moment it tries (1.4.1), so that a second try would do nothing."""
+        """NIXL takes a peer for connected as soon as it has its metadata (1.4.1), so that a second try would do nothing."""
         from elastic.rank.fatal import EXCHANGE_EXIT
 
         try:
@@ -238,6 +240,20 @@ class NixlExchange:
             self._state.buffer.disconnect_ranks(gone)
         self.connected -= set(gone)
         self._take_sets(self.active - set(gone))
+
+
+class _Handing:
+    """What NIXL uses of a store, and whether it has got the peers' metadata out of it."""
+
+    def __init__(self, store: Any) -> None:
+        self.set, self.wait, self.delete_key = store.set, store.wait, store.delete_key
+        self._store = store
+        self.handed = False
+
+    def multi_get(self, keys: list[str]) -> Any:
+        found = self._store.multi_get(keys)
+        self.handed = True
+        return found
 
 
 def _nothing(_: Collection[int]) -> None:

@@ -34,7 +34,8 @@ async def adopt(group: Group) -> bool:
         await group.starter.fence(known.ranks)
         return False
     group.redundant, group.removed = known.redundant, known.removed
-    group.holes, group.coordinated, group.ordered = dict(known.holes), known.coordinated, known.ordered
+    group.holes, group.coordinated = dict(known.holes), known.coordinated
+    group.ordered, group.unbalanced = known.ordered, known.unbalanced
     group.rpc_port, group.scaled, group.reference = known.rpc_port, known.scaled, known.reference
     group.launch_size = known.launch_size or max(1, sum(h.role == Role.LIVE for h in known.ranks))
     living = [h for h in known.ranks if process.is_alive(h.pid, h.pid_start)]

@@ -82,7 +82,7 @@ class Group:
         self.spares = starter.spares if isinstance(starter, LocalStarter) else None
         self.why_not_in_place = "it is off"
         """Why those who are left cannot go on by themselves, as last found out; empty: they can."""
-        self.coordinated = self.ordered = False
+        self.coordinated = self.ordered = self.unbalanced = False
         self.holes: dict[int, int] = {}
         """DP ranks that are empty inside the running group, with the slot that each was of."""
         self.lost_since = 0.0
@@ -228,6 +228,7 @@ class Group:
             in_place=self.why_not_in_place,
             holes=bool(self.holes),
             ordered=self.ordered,
+            unbalanced=self.unbalanced,
             lost_since=self.lost_since,
             removed=bool(self.removed),
             retries=self.retries,
@@ -330,6 +331,7 @@ class Group:
             holes=self.holes,
             coordinated=self.coordinated,
             ordered=self.ordered,
+            unbalanced=self.unbalanced,
             redundant=self.redundant,
         )
         try:

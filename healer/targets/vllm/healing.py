@@ -96,7 +96,7 @@ async def _go_on(group: Group, in_place: InPlace) -> None:
     except ElasticError as error:
         raise Broken(f"the ranks cannot go on in place: {error}") from error
     finally:
-        group.ordered = True
+        group.ordered = group.unbalanced = True
     log.info("in_place.healed", ranks=list(healed.survivors), took_s=round(healed.took_s, 3), rounds=healed.rounds)
     await _leave_out(group, [h.slot for h in group.held(Role.LIVE) if h.dp_rank not in healed.survivors])
     group.save()
@@ -188,6 +188,11 @@ async def fill(group: Group, in_place: InPlace, slot: int, record: Record) -> No
     group.set_role(slot, Role.LIVE)
     group.attempts.pop(slot, None)
     del group.holes[number]
+    if not group.holes:
+        group.unbalanced = False
+        for rank in group.live():
+            # what was said of threads that the order had ended
+            rank.eplb_stopped = False
     group.save()
 
 

@@ -93,6 +93,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Places of the running group are empty; only the plugin fills them."""
     ordered: bool = False
     """The plugin has carried out an order in this launch."""
+    unbalanced: bool = False
+    """An order has ended the balancers, and no refill has started them since."""
     lost_since: float = 0.0
     removed: bool = False
     """Ranks were removed from this launch: vLLM changes the size no more."""
@@ -192,8 +194,8 @@ def _broken(facts: Facts) -> Step | None:
             return Step(Do.RESTART, text, (slot,))
         if rank.wrong >= WRONG_CANARIES:
             return Step(Do.RESTART, f"slot {slot} generates other tokens than it should", (slot,))
-        # healing in place ends the thread itself, and starts it anew when the group is whole
-        if rank.eplb_stopped and not facts.ordered:
+        # healing in place ends the thread itself, and a refill starts it anew
+        if rank.eplb_stopped and not facts.unbalanced:
             text = (
                 f"slot {slot}: the thread that rebalances experts has ended; all would wait for it at the next scaling"
             )

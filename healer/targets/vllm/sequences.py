@@ -37,7 +37,7 @@ async def launch_all(group: Group, slots: Sequence[int]) -> None:
     """Launch one rank for each slot, together; lowest slot first in DP rank. Raises ElasticError."""
     slots = sorted(slots)
     group.rpc_port = await _rpc_port(group, len(slots))
-    group.holes, group.ordered = {}, False
+    group.holes, group.ordered, group.unbalanced = {}, False, False
     group.scaled, group.reference, group.vllm_epoch = False, (), None
     group.can_remove, group.removed = False, ()
     group.launch_size = len(slots)

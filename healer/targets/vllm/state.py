@@ -47,6 +47,8 @@ class VllmState(msgspec.Struct, frozen=True):
     """The ranks of this launch have the plugin, and ask healer's coordination process."""
     ordered: bool = False
     """The plugin has carried out an order in this launch: vLLM's own retry is refused from then on."""
+    unbalanced: bool = False
+    """It has ended the threads that rebalance experts, and no refill has started them since."""
     redundant: int | None = None
     """Redundant experts of the launch, where they are others than the user's: joiners must have the same."""
 
