@@ -283,6 +283,8 @@ class Buffer:
         self.store = store
 
     def connect_ranks(self, ranks: list[int], activate: bool = True) -> None:
+        if self.store is not None:
+            self.store.multi_get([f"NIXL_EP/{rank}" for rank in ranks])
         for rank in ranks:
             if rank != self.rank:
                 assert rank not in self.links, f"rank {rank} is connected already"
@@ -319,8 +321,22 @@ class Buffer:
 class Published:
     """A store in which every address is there."""
 
+    fails = False
+
     def check(self, keys: list[str]) -> bool:
         return True
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+
+    def delete_key(self, key: str) -> bool:
+        return True
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        if self.fails:
+            raise RuntimeError("Connection reset by peer")
+        return [b"metadata"] * len(keys)
 
 
 class StoreGroup:
@@ -401,6 +417,16 @@ def test_a_connect_that_fails_leaves_the_exchange_as_it_was_and_the_next_one_con
     buffer.fails = False
     manager(0, (0, 1, 2), 3).stage_ep_size()
     assert buffer.links == {1, 2}
+
+
+def test_a_store_that_fails_before_anybody_is_connected_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, buffer = made(0, 3, 4)
+    exchange.exchange.drop([1])
+    monkeypatch.setattr(Published, "fails", True)
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        manager(0, (0, 1, 2), 3).stage_ep_size()
+    assert buffer.links == {2}
+    assert "disconnect [1]" not in buffer.calls[-1]
 
 
 def test_a_death_while_a_joiner_is_connected_does_not_switch_the_joiner_on() -> None:
