@@ -43,21 +43,29 @@ def svg(name: str, draw: Callable[[Axes], None], size: tuple[float, float]) -> s
     return text[text.index("<svg") :]
 
 
+def _share_below(axes: Axes, seconds: Sequence[float], name: str, colour: str) -> None:
+    if seconds:
+        share = [(i + 1) / len(seconds) for i in range(len(seconds))]
+        axes.step(sorted(seconds), share, where="post", color=colour, label=f"{name} ({len(seconds)})")
+
+
+def _of_shares(axes: Axes, x: str, y: str) -> None:
+    axes.set_xscale("log")
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_ylim(0, 1.02)
+    axes.legend(loc="lower right", frameon=False)
+    axes.grid(alpha=0.25)
+
+
 def phases(recoveries: Sequence[Recovery]) -> str:
     """Share of the recoveries in which a phase had ended after so long, on a logarithmic axis."""
 
     def draw(axes: Axes) -> None:
         for name in STATES:
-            took = sorted(t for r in recoveries if (t := r.phases_s.get(name, 0.0)) > SHORTEST_S)
-            if took:
-                share = [(i + 1) / len(took) for i in range(len(took))]
-                axes.step(took, share, where="post", color=COLOURS[name], label=f"{name} ({len(took)})")
-        axes.set_xscale("log")
-        axes.set_xlabel("seconds that it took")
-        axes.set_ylabel("share of repairs")
-        axes.set_ylim(0, 1.02)
-        axes.legend(loc="lower right", frameon=False)
-        axes.grid(alpha=0.25)
+            took = [t for r in recoveries if (t := r.phases_s.get(name, 0.0)) > SHORTEST_S]
+            _share_below(axes, took, name, COLOURS[name])
+        _of_shares(axes, "seconds that it took", "share of repairs")
 
     return svg("phases", draw, (8, 3.2))
 
@@ -67,18 +75,10 @@ def distribution(recoveries: Sequence[Recovery], restart_s: float | None) -> str
 
     def draw(axes: Axes) -> None:
         for name, colour in (("pause", "#66a182"), ("coverage", "#00798c"), ("capacity", "#5b6c9d")):
-            found = sorted(values(recoveries, name))
-            if found:
-                share = [(i + 1) / len(found) for i in range(len(found))]
-                axes.step(found, share, where="post", color=colour, label=f"{name} ({len(found)})")
+            _share_below(axes, values(recoveries, name), name, colour)
         if restart_s:
             axes.axvline(restart_s, color=FAULT, linestyle="--", label="restart of the group")
-        axes.set_xscale("log")
-        axes.set_xlabel("seconds since the fault")
-        axes.set_ylabel("share of faults")
-        axes.set_ylim(0, 1.02)
-        axes.legend(loc="lower right", frameon=False)
-        axes.grid(alpha=0.25)
+        _of_shares(axes, "seconds since the fault", "share of faults")
 
     return svg("distribution", draw, (8, 3.2))
 
