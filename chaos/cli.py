@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import msgspec
 import typer
@@ -46,14 +46,7 @@ Armed = Annotated[
 Deadline = Annotated[float, typer.Option(min=0.0, help="Seconds to wait until the process shows the effect.")]
 
 DEFAULT_RUN_DIR = Path("run")
-WITHIN: tuple[inject.FaultName, ...] = (
-    "illegal-address",
-    "misaligned-address",
-    "device-assert",
-    "gpu-memory",
-    "context-freed",
-    "stuck",
-)
+WITHIN: tuple[inject.OwnFault, ...] = get_args(inject.OwnFault)
 
 
 @inject_app.command("kill")

@@ -20,18 +20,9 @@ from elastic.errors import ElasticError, Retryable
 from elastic.paths import config_path, fault_path, read_config, read_json, state_path
 from elastic.view import Member
 
-FaultName = Literal[
-    "kill",
-    "stop",
-    "cont",
-    "illegal-address",
-    "misaligned-address",
-    "device-assert",
-    "gpu-memory",
-    "context-freed",
-    "stuck",
-]
-"""The first three are signals; the others a rank commits itself, see `elastic.rank.faults`."""
+OwnFault = Literal["illegal-address", "misaligned-address", "device-assert", "gpu-memory", "context-freed", "stuck"]
+"""A rank commits these itself, see `elastic.rank.faults`."""
+FaultName = Literal["kill", "stop", "cont"] | OwnFault
 
 _SIGNALS: dict[FaultName, signal.Signals] = {
     "kill": signal.SIGKILL,
