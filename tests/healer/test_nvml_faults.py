@@ -144,6 +144,17 @@ async def test_a_gpu_that_cannot_be_opened_and_is_nowhere_named_is_the_hosts_tro
         assert isinstance(seen.subject, HostRef)
 
 
+async def test_a_gpu_that_cannot_be_opened_stays_lost_although_its_old_handle_answers(tmp_path: Path) -> None:
+    async with NvmlRig(tmp_path, gpus=2) as rig:
+        await rig.ready()
+        rig.script.order(0, "!15:1")
+        await rig.sees(What.GPU_LOST, 1)
+        await rig.rounds(30)
+        assert not rig.of(What.GPU_BACK)
+        rig.script.order(0, 1)
+        await rig.sees(What.GPU_BACK, 1)
+
+
 async def test_a_gpu_that_is_no_longer_listed_is_lost_and_its_neighbours_keep_their_names(tmp_path: Path) -> None:
     """Case 33, first half: NVML closes the gap in its numbers."""
     async with NvmlRig(tmp_path, gpus=8) as rig:

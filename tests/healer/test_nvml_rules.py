@@ -99,6 +99,15 @@ def test_one_unknown_error_is_not_a_lost_gpu_but_three_in_a_row_are() -> None:
     assert (told.what, told.value) == (What.GPU_LOST, 999)
 
 
+def test_a_reading_that_was_under_way_when_the_gpu_was_lost_does_not_bring_it_back() -> None:
+    own = track()
+    assert [t.what for t in own.gone("unavailable", 5.0)] == [What.GPU_LOST]
+    late = wire.Reading(5.2, GPU.uuid, "medium", 0.5, {"recovery_action": 0}, {})
+    assert list(own.reading(late)) == []
+    (told,) = own.reading(reading(6.0, {"recovery_action": 0}))
+    assert told.what == What.GPU_BACK
+
+
 def test_an_hour_of_healthy_readings_with_honest_noise_tells_nothing() -> None:
     noise = random.Random(7)
     corrected, replays = 0, 0

@@ -183,6 +183,7 @@ class NvmlSensor:
             gpu = GpuRef(info.uuid, info.pci)
             track = self._tracks.setdefault(info.uuid, GpuTrack(gpu, self.config, line.at))
             track.index, track.arch, track.mig = info.index, info.arch, info.mig
+            track.listed()
         self.identity.listed(Board(gpu=GpuRef(i.uuid, i.pci), index=i.index, arch=i.arch, mig=i.mig) for i in line.gpus)
         self._missing(line)
         self._state = SensorState.OK
@@ -205,7 +206,8 @@ class NvmlSensor:
                 opening -= 1  # as long as it hangs, this GPU is silent
                 continue
             code = codes.pop(0) if codes else "not-listed"
-            self._broken(track.gpu, code, track.gone(code, line.at, f"NVML: {meaning(code)}"), line.at)
+            lost = track.gone(code, line.at, f"NVML: {meaning(code)}", unlisted=True)
+            self._broken(track.gpu, code, lost, line.at)
         unnamed = frozenset(codes)
         if not codes or unnamed == self._unnamed:
             return

@@ -41,7 +41,7 @@ class GpuTrack:
         self._config, self._rules = config, rules(config)
         self._unknowns = 0
         self._reset_required = False
-        self._lost_by_event = False
+        self._lost_by_event = self._unlisted = False
         self._asked_at: float | None = None
         # full: over the limit
         self._sbe_at: deque[float] = deque(maxlen=int(config.ecc_correctable_per_s * config.ecc_window_s) + 1)
@@ -70,19 +70,31 @@ class GpuTrack:
             gone = UNKNOWN_CODE
         if gone is not None:
             yield from self.gone(gone, reading.at, ", ".join(sorted(reading.codes)))
-        elif reading.values and not (self._lost_by_event and reading.group != "medium"):
+        elif reading.values and self._shows_life(reading):
             yield from self._back(reading.at)
         for rule in self._rules:
             yield from rule(reading.values, reading.at)
 
-    def gone(self, value: str | int, at: float, detail: str = "") -> Iterator[Told]:
-        """NVML does not reach it, or does not list it any more. Said once."""
+    def gone(self, value: str | int, at: float, detail: str = "", *, unlisted: bool = False) -> Iterator[Told]:
+        """NVML does not reach it, or (`unlisted`) does not list it any more. Said once."""
+        self._unlisted = self._unlisted or unlisted
         if self.lost_since is None:
             self.lost_since = at
             yield Told(What.GPU_LOST, value, Severity.CRITICAL, detail)
 
+    def listed(self) -> None:
+        """NVML lists it, and opens it."""
+        self._unlisted = False
+
+    def _shows_life(self, reading: Reading) -> bool:
+        """Not a reading that was under way when the GPU was lost, nor one through the handle of a GPU that cannot be opened
+        any more. After an event said that it is unavailable, field 230 alone, which may come from a cache, does not do."""
+        began = reading.at - reading.took_s
+        if self._unlisted or (self.lost_since is not None and began < self.lost_since):
+            return False
+        return reading.group == "medium" or not self._lost_by_event
+
     def _back(self, at: float) -> Iterator[Told]:
-        """After an event said that the GPU is unavailable, field 230 alone, which may come from a cache, does not do."""
         self._lost_by_event = False
         if self.lost_since is not None:
             away_s, self.lost_since = at - self.lost_since, None
