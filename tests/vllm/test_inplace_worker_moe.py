@@ -182,7 +182,8 @@ def test_a_rank_dies_while_the_balancer_moves_experts_and_no_row_is_taken_for_wh
     nursery: Nursery, model: Path, reference: Reference, copy_file: Path
 ) -> None:
     """vLLM moves the rows of all layers before it changes any map: after one layer the maps of all are wrong."""
-    variables = {"TEST_REDUNDANT": "8", "TEST_BALANCE_EVERY": "12", "HEALER_EXPERT_COPY": str(copy_file)}
+    every = 12
+    variables = {"TEST_REDUNDANT": "8", "TEST_BALANCE_EVERY": str(every), "HEALER_EXPERT_COPY": str(copy_file)}
     with inplace_moe.store() as port, inplace_moe.group(nursery, model, 4, port, **variables) as group:
         group.rpc("healer_probe")
         before = group.all("state")
@@ -195,9 +196,9 @@ def test_a_rank_dies_while_the_balancer_moves_experts_and_no_row_is_taken_for_wh
         group.ranks[victim].send("die_while_moving")
         group.ranks[victim].answer()
         for slot in group.live:
-            group.add(slot, f"lost-{slot}", PROMPTS[slot % len(PROMPTS)], TOKENS)
+            group.add(slot, f"lost-{slot}", PROMPTS[slot % len(PROMPTS)], every + TOKENS)
         for slot in group.live:
-            group.ranks[slot].send("steps", count=TOKENS)
+            group.ranks[slot].send("steps", count=every)
         group.ranks[victim].gone()
         group.live.remove(victim)
         failed = {slot: group.ranks[slot].answer() for slot in group.live}
@@ -206,7 +207,7 @@ def test_a_rank_dies_while_the_balancer_moves_experts_and_no_row_is_taken_for_wh
         votes = group.shrink(1, port)
         assert all(ready for ready, _ in votes.values()), votes
         for _ in range(2):  # the requests that were lost, to their end
-            group.all("steps", count=TOKENS)
+            group.all("steps", count=every)
         assert generate(group, reference, "after") < TOLERANCE
         fill(nursery, model, group, victim, 2, reference, port=str(port), **variables)
         # the balancer runs again, over all slots, and moves rows that it knows
