@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from chaos.command import run_command, utc_now
-from chaos.inplace_gpu import kills, overhead, report
+from chaos.inplace_gpu import growth, kills, overhead, report
 from chaos.inplace_gpu.profile import MOST_RANKS, InPlaceProfile, of
 from chaos.inplace_gpu.records import Case, Part, Results
 from chaos.inplace_gpu.watch import ROUTER, Clients
@@ -106,10 +106,12 @@ async def _restart(run: Run) -> None:
     run.add(figures=figures, load=load.report(), sequences=run.stock.sequences(began, began))
 
 
-async def _kills(run: Run, slots: Sequence[int], *, under_load: bool) -> None:
+async def _kills(run: Run, slots: Sequence[int], *, under_load: bool, in_round: bool = False) -> None:
     run.add(figures={"ready_s": (await run.alone())["ready_s"]})
     for slot in slots:
-        run.add_case(await kills.case(run.plugin, slot, under_load=under_load, streams=run.given.streams))
+        run.add_case(
+            await kills.case(run.plugin, slot, under_load=under_load, streams=run.given.streams, in_round=in_round)
+        )
 
 
 async def _load(run: Run) -> None:
@@ -118,6 +120,10 @@ async def _load(run: Run) -> None:
 
 async def _idle(run: Run) -> None:
     await _kills(run, kills.slots_of(run.plugin), under_load=False)
+
+
+async def _round(run: Run) -> None:
+    await _kills(run, kills.slots_of(run.plugin), under_load=True, in_round=True)
 
 
 async def _scale(run: Run) -> None:
@@ -133,8 +139,13 @@ async def _scale(run: Run) -> None:
 
 
 async def _cycles(run: Run) -> None:
-    ranks = run.given.ranks
-    await _kills(run, [2 * cycle % ranks for cycle in range(run.given.cycles)], under_load=True)
+    """The last rank lives through all of them: its memory must not grow."""
+    last = run.given.ranks - 1
+    try:
+        await _kills(run, [cycle % last for cycle in range(run.given.cycles)], under_load=True)
+    finally:
+        figures, grown = growth.memory(run.current.cases, last)
+        run.add(figures=run.current.figures | figures, error=grown)
 
 
 PARTS: dict[str, tuple[str, Callable[[Run], Awaitable[None]]]] = {
@@ -142,6 +153,7 @@ PARTS: dict[str, tuple[str, Callable[[Run], Awaitable[None]]]] = {
     "restart": ("SIGKILL of a rank in the stock group, which is started anew", _restart),
     "load": ("SIGKILL of each slot under load", _load),
     "idle": ("SIGKILL of each slot of an idle group", _idle),
+    "round": ("SIGKILL of each slot when a round of vLLM's balancer has begun", _round),
     "scale": ("vLLM's own scaling after the refills", _scale),
     "cycles": ("deaths and refills under load, again and again", _cycles),
 }
@@ -169,12 +181,15 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="STEPS",
         help="between two rounds of vLLM's balancer; few: deaths fall into one",
     )
+    add("--spares", type=int, default=0, help="warm spare processes of the group with the plugin; default: none")
     add("--streams", type=int, default=4, help="clients of each rank and of the router; default: %(default)d")
     add("--cycles", type=int, default=20, help="of the part cycles; default: %(default)d")
     add("--windows", type=int, default=6, help="pairs of the part overhead; default: %(default)d")
     add("--window", type=float, default=5.0, metavar="S", help="length of one; default: %(default)g")
     command.add_vllm_options(parser, NAME, base_port_of="the stock group's slot 0")
     given = parser.parse_args(arguments)
+    if given.spares < 0:
+        parser.error("--spares must not be negative")
     if min(given.streams, given.cycles, given.windows) < 1 or given.window <= 0:
         parser.error("--streams, --cycles, --windows and --window must be positive")
     given.parts = tuple(part for part in PARTS if part in given.parts)
@@ -198,6 +213,7 @@ def _profile(given: argparse.Namespace, work: Path, *, in_place: bool) -> InPlac
         in_place=in_place,
         redundant=given.redundant,
         balance_every=given.balance_every,
+        spares=given.spares if in_place else 0,
     )
 
 
@@ -213,6 +229,7 @@ async def benchmark(given: argparse.Namespace, stock: InPlaceProfile, plugin: In
         versions=await command.versions_with(stock),
         profile=given.profile,
         ranks=given.ranks,
+        spares=plugin.spares,
         args=plugin.args,
         streams=given.streams,
         tokens=plugin.tokens,

@@ -7,8 +7,10 @@ import signal
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from chaos.inplace_gpu import graphs
@@ -27,6 +29,11 @@ ANSWER_S = 60.0
 SETTLE_S = 3.0
 """Of load before the signal, and after the slot serves again."""
 POLL_S = 0.02
+ROUND = b"Rearranging experts"
+"""vLLM's line when a round of its balancer begins (v0.33, distributed/eplb/eplb_state.py)."""
+ROUND_S = 60.0
+ROUND_POLL_S = 0.002
+"""A layer is moved in one step of the group, some 10 ms."""
 AFTER_S = 1.0
 """What still counts as around an event, after the daemon says that it is over."""
 
@@ -73,8 +80,9 @@ async def start(scene: Scene) -> dict[str, Any]:
     return {"ready_s": ready - began, "distinct_answers": len({tuple(answer) for answer in scene.want})}
 
 
-async def case(scene: Scene, slot: int, *, under_load: bool, streams: int) -> Case:
-    """One death and its refill. Raises ElasticError where the group does not come back at all."""
+async def case(scene: Scene, slot: int, *, under_load: bool, streams: int, in_round: bool = False) -> Case:
+    """One death and its refill; `in_round`: when a round of vLLM's balancer has begun, which takes load. Raises ElasticError
+    where the group does not come back at all."""
     slots, before = slots_of(scene), await _look(scene)
     rest = [each for each in slots if each != slot]
     moments, began = _Moments(), time.monotonic()
@@ -83,6 +91,8 @@ async def case(scene: Scene, slot: int, *, under_load: bool, streams: int) -> Ca
         if clients is not None:
             await clients.answered([*slots, ROUTER], 1, ANSWER_S)
             await asyncio.sleep(SETTLE_S)
+        if in_round:
+            await _round_begins([_log_file(scene, each, before.incarnations[each]) for each in slots])
         moments.event = time.monotonic()
         for pid in before.pids[slot]:
             os.kill(pid, signal.SIGKILL)
@@ -100,7 +110,8 @@ async def case(scene: Scene, slot: int, *, under_load: bool, streams: int) -> Ca
             await asyncio.sleep(SETTLE_S)
         else:
             await _ask(scene, slots)
-    return await _judge(scene, slot, before, moments, clients, began)
+    found = await _judge(scene, slot, before, moments, clients, began)
+    return msgspec.structs.replace(found, in_round=in_round)
 
 
 async def _look(scene: Scene) -> _Before:
@@ -202,9 +213,31 @@ async def _survivor(scene: Scene, slot: int, before: _Before, moments: _Moments,
     )
 
 
+async def _round_begins(logs: Collection[Path]) -> None:
+    """The first rank of the group says so. Raises ElasticError, OSError."""
+    until = time.monotonic() + ROUND_S
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(path.open("rb")) for path in logs]
+        for file in files:
+            file.seek(0, os.SEEK_END)
+        rest = dict.fromkeys(files, b"")
+        while time.monotonic() < until:
+            for file in files:
+                lines = rest[file] + file.read()
+                if ROUND in lines:
+                    return
+                rest[file] = lines[-len(ROUND) :]
+            await asyncio.sleep(ROUND_POLL_S)
+    raise ElasticError(f"no round of the balancer began within {ROUND_S:g} s")
+
+
+def _log_file(scene: Scene, slot: int, incarnation: int) -> Path:
+    return log_path(scene.deployment.run_dir, log_name(slot, incarnation))
+
+
 def _log(scene: Scene, slot: int, incarnation: int) -> list[str]:
     with contextlib.suppress(OSError):
-        return log_path(scene.deployment.run_dir, log_name(slot, incarnation)).read_text(errors="replace").splitlines()
+        return _log_file(scene, slot, incarnation).read_text(errors="replace").splitlines()
     return []
 
 

@@ -20,12 +20,15 @@ STEP_INTERVAL = "step_interval"
 class InPlaceProfile(Profile):
     ranks: int = 3
     in_place: bool = True
+    spares: int = 0
 
     def policy(self, run_dir: Path) -> dict[str, Any]:
         found = super().policy(run_dir)
         found["target"] |= {
             "ranks": self.ranks,
             "maxRanks": MOST_RANKS,
+            "gpus": self.shared(MOST_RANKS),
+            "spares": self.spares,
             "inPlace": "auto" if self.in_place else "off",
         }
         return found
@@ -39,8 +42,9 @@ def of(
     in_place: bool,
     redundant: int | None = None,
     balance_every: int | None = None,
+    spares: int = 0,
 ) -> InPlaceProfile:
-    """`base` with `ranks` ranks. `site`: a folder for what an installed healer is to vLLM, used with the plugin only, since
+    """`base` with `ranks` ranks and so many `spares`. `site`: a folder for what an installed healer is to vLLM, used with the plugin only, since
     vLLM loads every plugin that it finds. `redundant`: rows for further copies of experts, in all, rounded up to what divides by
     the ranks. `balance_every`: steps between two rounds of vLLM's balancer."""
     args, env = list(base.args), dict(base.env)
@@ -63,7 +67,7 @@ def of(
         places = [str(distribution(site)), str(ROOT), *places]
     env["PYTHONPATH"] = ":".join(filter(None, places))
     given = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    return InPlaceProfile(**(given | {"args": tuple(args), "env": env}), ranks=ranks, in_place=in_place)
+    return InPlaceProfile(**(given | {"args": tuple(args), "env": env}), ranks=ranks, in_place=in_place, spares=spares)
 
 
 def distribution(folder: Path) -> Path:

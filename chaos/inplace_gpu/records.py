@@ -45,6 +45,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     slot: int
     under_load: bool
+    in_round: bool = False
+    """The signal was sent when a round of vLLM's balancer had begun."""
     killed: int
     """Processes."""
     healed_s: float
@@ -106,6 +108,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     profile: str
     ranks: int
+    spares: int
     args: tuple[str, ...]
     """Of the ranks with the plugin."""
     streams: int

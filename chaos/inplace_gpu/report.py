@@ -13,7 +13,7 @@ def markdown(results: Results) -> str:
         "",
         f"{results.began}, {'; '.join(results.gpus) or results.machine.cpu}, "
         + ", ".join(f"{name} {version}" for name, version in sorted(results.versions.items()))
-        + f". {results.ranks} ranks, {results.streams} clients of each rank and of the router, {results.tokens} tokens an answer, "
+        + f". {results.ranks} ranks, {results.spares} spares, {results.streams} clients of each rank and of the router, {results.tokens} tokens an answer, "
         "one request after another each. Times since the SIGKILL to engine and workers of the slot.",
         "",
         "| Part | Took | What it missed |",
@@ -82,7 +82,7 @@ def _cases(cases: Sequence[Case]) -> list[str]:
                 modes[mode] = modes.get(mode, 0) + count
         cells = (
             str(case.slot),
-            "load" if case.under_load else "idle",
+            "round of the balancer" if case.in_round else "load" if case.under_load else "idle",
             f"{case.healed_s:.2f} s",
             _list(silence.ended_s for silence in heal),
             _list(silence.took_s for silence in heal),

@@ -16,12 +16,9 @@ SEQUENCES = 16
 STUB = Path(__file__).parents[1] / "vllm_cpu/plugins/stub_worker"
 LAUNCHER = """\
 #!{python}
-# Slots share the GPUs in turn: a policy gives each GPU to one slot only.
 if __name__ == "__main__":
-    import os, sys
+    import sys
 
-    slot = int(sys.argv[sys.argv.index("--port") + 1]) - {base_port}
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(slot % {gpus})
     from vllm.entrypoints.cli.main import main
 
     sys.exit(main())
@@ -61,10 +58,16 @@ class Profile:
     tokens: int
     """Of an answer."""
     streams: int
+    gpus: int = 0
+    """That the slots share in turn; 0: ranks need none."""
     faults: Path | None = None
     """Folder of the stub worker's faults; None: faults are real."""
     sizes: dict[str, Any] = field(default_factory=dict)
     """What a reader needs to judge the figures."""
+
+    def shared(self, slots: int) -> list[int]:
+        """The GPU of each of so many slots."""
+        return [slot % self.gpus for slot in range(slots)] if self.gpus else []
 
     def policy(self, run_dir: Path) -> dict[str, Any]:
         """Sections of `spec`, but for the API's."""
@@ -75,6 +78,7 @@ class Profile:
                 "runDir": str(run_dir),
                 "ranks": 2,
                 "maxRanks": MOST_RANKS,
+                "gpus": self.shared(MOST_RANKS),
                 "executable": str(self.executable),
                 "model": str(self.model),
                 "experts": self.experts,
@@ -101,7 +105,7 @@ class Profile:
                 "stallAfter": f"{1.5 * self.stop_s:g}s",
                 "silentAfter": f"{silent_s:g}s",
             },
-            # ranks share a GPU here, and a policy knows no such thing
+            # a GPU's fault would concern each rank on it, and the faults here are of single ranks
             "sensors": {"nvml": {"enabled": False}, "kernelLog": {"enabled": False}},
             "healing": {"rules": [{"name": "any-fault", "actions": ["replace", "human"]}]},
             "bounds": {
@@ -139,7 +143,7 @@ def h200(
         raise ElasticError(f"{python}: no such interpreter; --vllm-python names the one that runs vLLM")
     launcher = work / "bin/vllm"
     launcher.parent.mkdir(parents=True, exist_ok=True)
-    launcher.write_text(LAUNCHER.format(python=python, base_port=base_port, gpus=gpus))
+    launcher.write_text(LAUNCHER.format(python=python))
     launcher.chmod(0o755)
     experts = CONFIG["num_experts"]
     args = (
@@ -178,6 +182,7 @@ def h200(
         vocabulary=CONFIG["vocab_size"],
         tokens=64,
         streams=16,
+        gpus=gpus,
         sizes={
             name: CONFIG[name] for name in ("num_hidden_layers", "hidden_size", "num_experts", "num_experts_per_tok")
         },

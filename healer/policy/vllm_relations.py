@@ -8,6 +8,8 @@ from healer.policy.schema import KeyPath, Policy, VllmTarget, is_url, show_durat
 LEAST_RANKS = 2
 """vLLM's client asserts more than one engine, and one rank has no all2all manager (v1/engine/core_client.py)."""
 LAST_PORT = 65535
+SHARES_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""NCCL's own variable: without it, two ranks of a communicator may not have the same GPU."""
 
 
 def vllm_relations(policy: Policy) -> Iterator[Contradiction]:
@@ -60,8 +62,9 @@ def _launched(target: VllmTarget) -> Iterator[Contradiction]:
             f"{len(target.gpus)} GPUs are too few, expected {target.gpus_per_rank} for each of {target.max_ranks} slots"
         )
         yield Contradiction(_place("gpus"), _place("maxRanks"), text)
-    if len(set(target.gpus)) < len(target.gpus):
-        yield Contradiction(_place("gpus"), (), "names a GPU twice, expected each once")
+    if len(set(target.gpus)) < len(target.gpus) and target.env.get(SHARES_GPUS) != "1":
+        text = f'names a GPU twice, expected each once, or {SHARES_GPUS}: "1" in spec.target.env'
+        yield Contradiction(_place("gpus"), (), text)
     last = target.base_port + target.max_ranks - 1
     if last > LAST_PORT:
         text = f"{target.base_port} leaves no port for slot {target.max_ranks - 1}, expected at most "

@@ -1,5 +1,6 @@
 """`python -m chaos.inplace_gpu`: what of it needs neither a GPU nor vLLM, and a dry run over vLLM's own servers on a CPU."""
 
+import asyncio
 import importlib.metadata
 import json
 from itertools import pairwise
@@ -10,12 +11,13 @@ import msgspec
 import pytest
 
 from chaos.inplace_gpu import __main__ as benchmark
-from chaos.inplace_gpu import graphs, overhead
+from chaos.inplace_gpu import graphs, growth, kills, overhead
 from chaos.inplace_gpu.profile import distribution, of
 from chaos.inplace_gpu.records import Case, Compared, Part, Results, Silence, Survivor, Window
 from chaos.inplace_gpu.report import markdown, percentile
 from chaos.inplace_gpu.watch import silence
 from chaos.machine import machine
+from elastic.errors import ElasticError
 from elastic.vllm import plugin
 from healer.targets.vllm.in_place import unsupported
 from tests.vllm.gpu_profiles import KNOWN_ERRORS, as_the_daemon_reads, dry_run, errors, needs_servers, profile_of
@@ -121,6 +123,62 @@ def test_one_pair_proves_nothing() -> None:
     assert found.low == -float("inf")
 
 
+# --- memory over many deaths ---------------------------------------------------------------------------------------------
+
+
+def cycles(grow_mb: float) -> list[Case]:
+    """Slots 0 and 1 die in turn; what is allocated once comes in the first ones."""
+    first = [500.0, 100.0, 0.0]
+    return [
+        case(
+            survivor(1 - number % 2, 0.3, memory_mb=9.0),
+            survivor(2, 0.3, memory_mb=2000.0 + grow_mb * number - (first[number] if number < 3 else 0.0)),
+            gpu_memory_mb=(9000 - number % 2, 8000),
+        )
+        for number in range(20)
+    ]
+
+
+def test_memory_that_grows_with_every_death_is_missed() -> None:
+    figures, grown = growth.memory(cycles(30.0), 2)
+    assert figures["growth of slot 2_mb_a_cycle"] == pytest.approx(30.0)
+    assert grown == "memory of slot 2 grows by 30.0 MB a cycle"
+
+
+def test_what_is_allocated_once_is_no_growth() -> None:
+    figures, grown = growth.memory(cycles(0.0), 2)
+    assert grown == ""
+    assert figures["memory of slot 2_mb"] == [2000.0, 2000.0]
+    assert growth.memory(cycles(30.0)[:4], 2) == ({}, ""), "two points of a settled stretch are the least"
+
+
+# --- a round of the balancer ---------------------------------------------------------------------------------------------
+
+
+async def test_a_round_that_begins_after_the_look_is_seen_in_the_log_of_any_rank(tmp_path: Path) -> None:
+    old, quiet = tmp_path / "a", tmp_path / "b"
+    old.write_text("INFO Rearranging experts (async mode) ...\n")
+    quiet.write_text("")
+    waiting = asyncio.create_task(kills._round_begins([old, quiet]))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(waiting), 0.1)
+    with quiet.open("a") as file:
+        for piece in ("INFO Rearranging exp", "erts (async mode)"):
+            file.write(piece)
+            file.flush()
+            await asyncio.sleep(0.02)
+    await asyncio.wait_for(waiting, 10.0)
+
+
+async def test_a_group_without_a_balancer_is_an_error_and_no_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kills, "ROUND_S", 0.05)
+    (tmp_path / "a").write_text("")
+    with pytest.raises(ElasticError, match="no round of the balancer began"):
+        await kills._round_begins([tmp_path / "a"])
+
+
 # --- the report ---------------------------------------------------------------------------------------------------------
 
 
@@ -166,6 +224,7 @@ def results(*parts: Part) -> Results:
         profile="h200",
         ranks=3,
         args=(),
+        spares=0,
         streams=4,
         tokens=64,
         began="2026-11-30T00:00:00Z",
@@ -224,11 +283,12 @@ def test_records_survive_json() -> None:
 @pytest.mark.timeout(3600)
 @needs_servers
 def test_a_dry_run_on_a_cpu_heals_every_slot_and_misses_nothing(tmp_path: Path) -> None:
-    """Ranks: 3. The second death is of a group that was filled once."""
-    few = ["--streams", "2", "--windows", "2", "--window", "3", "--cycles", "2"]
+    """Ranks: 3. The second death is of a group that was filled once. Stub workers have no balancer, so no round of it."""
+    names = [name for name in benchmark.PARTS if name != "round"]
+    few = ["--streams", "2", "--windows", "2", "--window", "3", "--cycles", "2", "--parts", ",".join(names)]
     code = benchmark.main([*dry_run(tmp_path, budget_s=3500), *few])
     found = msgspec.json.decode((tmp_path / "out/inplace-gpu-cpu.json").read_bytes(), type=Results)
-    assert {part.name: part.error for part in found.parts} == dict.fromkeys(benchmark.PARTS, "")
+    assert {part.name: part.error for part in found.parts} == dict.fromkeys(names, "")
     assert code == 0
     parts = {part.name: part for part in found.parts}
     assert [len(parts[name].cases) for name in ("load", "idle", "cycles")] == [3, 3, 2]

@@ -201,12 +201,25 @@ def test_experts_are_read_from_the_models_own_configuration(tmp_path: Path) -> N
     assert experts_of(target(tmp_path)) is None
 
 
+def test_ranks_may_share_a_gpu_where_nccl_is_told_so(tmp_path: Path) -> None:
+    good = POLICY.format(folder=tmp_path, ranks=2, port=21000)
+    shared = good.replace("    basePort: 21000", "    basePort: 21000\n    gpus: [0, 1, 0, 1]")
+    shared = shared.replace("    env: {", '    env: {NCCL_MULTI_RANK_GPU_ENABLE: "1", ')
+    target = parse_policy(shared, name="p", base=tmp_path).spec.target
+    assert isinstance(target, VllmTarget)
+    assert target.gpus == (0, 1, 0, 1)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
         ("    ranks: 2", "    ranks: 1", "spec.target.ranks"),
         ("    model: m", "    urls: [http://x:1]", "spec.target.model"),
-        ("    basePort: 21000", "    basePort: 64000\n    gpus: [0, 0]", "names a GPU twice"),
+        (
+            "    basePort: 21000",
+            "    basePort: 64000\n    gpus: [0, 0, 1]",
+            "names a GPU twice, expected each once, or NCCL_",
+        ),
         ("minRanks: 2", "minRanks: 1", "cannot scale to a single rank"),
         ("    model: m", "    mode: attach", "spec.target.urls"),
         ("    model: m", "    model: m\n    checkpoint: x", "unknown key"),

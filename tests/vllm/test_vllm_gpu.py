@@ -18,6 +18,7 @@ from chaos.vllm_gpu.parts import PARTS
 from chaos.vllm_gpu.records import Part, Phase, Results, Sequence
 from chaos.vllm_gpu.report import markdown
 from elastic.errors import ElasticError
+from healer.targets.vllm import commands
 from tests.vllm.gpu_profiles import KNOWN_ERRORS, as_the_daemon_reads, dry_run, errors, needs_servers, profile_of
 from tests.vllm.router_fakes import FakeRank, Fault, right_tokens
 
@@ -97,22 +98,21 @@ def test_the_policy_is_valid_and_the_preflight_finds_nothing_that_stops_it(tmp_p
     assert errors(deployment) == KNOWN_ERRORS[kind]
 
 
-def test_the_launcher_gives_the_slots_the_gpus_in_turn(tmp_path: Path) -> None:
+def test_the_slots_get_the_gpus_in_turn(tmp_path: Path) -> None:
+    target, _ = as_the_daemon_reads(profile_of(tmp_path, "h200"), tmp_path)
+    found = [commands.environment(target, {}, slot=slot, joins=False, api_key="") for slot in range(3)]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["0", "1", "0"]
+
+
+def test_the_launcher_runs_the_vllm_of_the_folder_with_the_given_interpreter(tmp_path: Path) -> None:
     profile = profile_of(tmp_path, "h200")
     package = tmp_path / "packages/vllm/entrypoints/cli"
     package.mkdir(parents=True)
-    (package / "main.py").write_text("import os\ndef main(): print(os.environ['CUDA_VISIBLE_DEVICES'])\n")
-    seen = [
-        subprocess.run(
-            [profile.executable, "serve", "m", "--port", str(profile.base_port + slot)],
-            env=profile.env,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        for slot in range(3)
-    ]
-    assert seen == ["0", "1", "0"]
+    (package / "main.py").write_text("import sys\ndef main(): print(*sys.argv[1:])\n")
+    done = subprocess.run(
+        [profile.executable, "serve", "m"], env=profile.env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "serve m"
 
 
 def test_a_start_is_told_by_the_silences_in_its_log() -> None:

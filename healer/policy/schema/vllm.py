@@ -90,7 +90,8 @@ class VllmTarget(Model):
     base_port: Annotated[int, Field(ge=1024, le=64000)] = 8100
     """The rank in slot s listens on basePort + s, on loopback: vLLM's control endpoints ask nobody for a key."""
     gpus: Annotated[tuple[CountOrZero, ...], Listed] = ()
-    """GPU indices, gpusPerRank for each slot in turn. Empty: ranks see what the daemon sees, as is right without GPUs only."""
+    """GPU indices, gpusPerRank for each slot in turn. Empty: ranks see what the daemon sees, as is right without GPUs only. Ranks
+    may share a GPU where `env` has NCCL_MULTI_RANK_GPU_ENABLE: "1"."""
     gpus_per_rank: Count = 1
     """Tensor parallel size."""
     urls: Words = ()
