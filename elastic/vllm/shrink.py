@@ -6,12 +6,13 @@ unhealthy, and the controller decides again with a higher epoch.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
+import contextlib
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,6 +31,8 @@ POLL_S = 0.002
 LATE_S = 0.5
 """So long after its deadline an order that has not ended is answered for."""
 LEAST_RPC_S = 0.2
+ALONE_AFTER_S = 0.25
+"""A step whose wait for the dead has been ended is over after 0.04 s on three H200 ranks; one that is not waits for somebody else."""
 EARLY = 0.9
 WORKERS_SHARE = 0.8
 """Of the time that is left when the workers are called: the rest is for the vote that their failure makes a no."""
@@ -151,11 +154,11 @@ class Shrink:
 
     def _do(self) -> None:
         place, order = self._place, self.order
-        engine, sentinel = place.engine, place.sentinel
-        dead = [slot for slot in range(place.size) if slot not in order.survivors]
-        send_release(os.getpid(), engine.vllm_config.parallel_config.world_size, order.epoch, dead)
-        self._step(Phase.PARK, self._park)
-        self._step(Phase.DRAIN, sentinel._drain_batch_queue)
+        sentinel = place.sentinel
+        self._release(slot for slot in range(place.size) if slot not in order.survivors)
+        with self._released_from_all():
+            self._step(Phase.PARK, self._park)
+            self._step(Phase.DRAIN, sentinel._drain_batch_queue)
         self._step(Phase.HOLD, self._hold)
         self._step(Phase.LEAVE, lambda: self._rpc("healer_leave", order.epoch))
         self._step(Phase.MEET, self._meet)
@@ -166,6 +169,24 @@ class Shrink:
             place.leave()  # who serves already, because its vote came in time, must not wait for this engine
             raise
         self._step(Phase.SERVE, self._serve)
+
+    def _release(self, slots: Iterable[int]) -> None:
+        """End the waits of this engine's workers for the ranks of these slots."""
+        size = self._place.engine.vllm_config.parallel_config.world_size
+        send_release(os.getpid(), size, self.order.epoch, list(slots))
+
+    @contextlib.contextmanager
+    def _released_from_all(self) -> Iterator[None]:
+        """A survivor that met the fault before it began a step never will begin it, and who waits in it for that one would wait for
+        the exchange's own timeout. The step is lost with everyone by now: its output is not accepted."""
+        others = [slot for slot in range(self._place.size) if slot != self._place.slot]
+        late = threading.Timer(ALONE_AFTER_S, self._release, (others,))
+        late.daemon = True
+        late.start()
+        try:
+            yield
+        finally:
+            late.cancel()
 
     def _step(self, phase: Phase, work: Callable[[], object]) -> None:
         self._enter(phase)

@@ -40,6 +40,8 @@ class Worker(threading.Thread):
         self.tokens: dict[str, list[int]] = {}
         self.fails = ""
         self.dies = False
+        self.freed: threading.Event | None = None
+        """Of one whose next step waits until this is set, as in a kernel, and has then met a fault."""
 
     def run(self) -> None:
         while True:
@@ -71,6 +73,10 @@ class Worker(threading.Thread):
         from vllm.distributed.utils import cpu_all_reduce_
 
         time.sleep(STEP_S)
+        if self.freed is not None:
+            self.freed.wait(LIMIT_S)
+            self.freed = None
+            raise RuntimeError("fault detected in all2all")
         try:
             cpu_all_reduce_(torch.ones(1, dtype=torch.int32), self.group)
         except Exception as error:

@@ -6,9 +6,11 @@ import itertools
 import json
 import os
 import sys
+import threading
 import time
 
 from elastic.vllm.records import Phase, Refusal, Requests
+from elastic.vllm.worker.release import Listener
 from tests.vllm.inplace_loop_group import Group
 
 
@@ -103,6 +105,26 @@ def partial_repeated_stale_and_conflicting_orders_do_no_harm() -> None:
     assert group.order([2], [0, 1])[2].refused == Refusal.NOT_MEMBER
     wrong = group.result(0, group.send(0, "healer_shrink", {"epoch": "x"}))
     assert wrong["success"] is False
+    group.right(*asked)
+
+
+def a_step_that_waits_for_a_live_rank_that_never_began_it_is_freed() -> None:
+    group, freed = Group(3), threading.Event()
+
+    def heard(epoch: int, gone: list[int]) -> None:
+        if 2 in gone:
+            freed.set()
+
+    asked = [group.ask(slot, 100) for slot in (1, 2)]
+    group.begun(*asked)
+    listener = Listener(os.getpid(), 0, heard)
+    try:
+        group.engines[1].model_executor.freed = freed
+        group.kill(0)
+        group.serves(group.order([1, 2]))
+    finally:
+        listener.close()
+    assert freed.is_set()
     group.right(*asked)
 
 
@@ -263,6 +285,7 @@ CASES = (
     all_live_slots_are_a_retry_that_keeps_requests,
     recompute_and_abort_do_what_they_say,
     partial_repeated_stale_and_conflicting_orders_do_no_harm,
+    a_step_that_waits_for_a_live_rank_that_never_began_it_is_freed,
     a_newer_order_ends_the_one_that_waits,
     one_vote_of_no_and_nobody_serves,
     a_second_death_during_the_shrink,
