@@ -1,0 +1,309 @@
+"""The exchange of the worker's side and the release of waiting kernels, against vLLM's own manager; run in vLLM's interpreter by
+test_inplace_worker_units.py."""
+
+# mypy: disable-error-code="import-not-found, import-untyped"
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.device_communicators import all2all
+
+from elastic.vllm.worker import exchange
+from elastic.vllm.worker.interface import send_release
+from elastic.vllm.worker.release import Listener, WordWriter
+
+Manager = all2all.NixlEPAll2AllManager
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    exchange.replace_manager(Manager)
+    if not torch.accelerator.is_available():
+        torch.accelerator.synchronize = lambda *_: None
+
+
+# --- the exchange ------------------------------------------------------------------------------------------------------------
+
+
+class Buffer:
+    """NIXL EP's buffer as far as vLLM's manager uses it: which ranks are connected, and a mask (1 masked, -1 never met)."""
+
+    def __init__(self, rank: int, capacity: int) -> None:
+        self.rank, self.capacity = rank, capacity
+        self.links: set[int] = set()
+        self.mask = [-1] * capacity
+        self.mask[rank] = 0
+        self.memory = torch.zeros(64, dtype=torch.int64)
+        self.store: Any = None
+        self.calls: list[str] = []
+        self.fails = False
+
+    def set_tcp_store_group(self, store: Any) -> None:
+        self.store = store
+
+    def connect_ranks(self, ranks: list[int], activate: bool = True) -> None:
+        if self.store is not None:
+            self.store.multi_get([f"NIXL_EP/{rank}" for rank in ranks])
+        for rank in ranks:
+            if rank != self.rank:
+                assert rank not in self.links, f"rank {rank} is connected already"
+                self.links.add(rank)
+                self.mask[rank] = 0 if activate else 1
+        self.calls.append(f"connect {ranks} {activate}")
+        if self.fails:
+            raise RuntimeError("Failed: Assertion error nixl_ep.cpp:1350")
+
+    def disconnect_ranks(self, ranks: list[int]) -> None:
+        assert set(ranks) <= self.links
+        self.links -= set(ranks)
+        for rank in ranks:
+            self.mask[rank] = 1
+        self.calls.append(f"disconnect {ranks}")
+
+    def update_mask_buffer(self, rank: int, mask: bool = False) -> None:
+        assert rank != self.rank
+        assert mask or rank in self.links, f"rank {rank} is not connected and cannot be unmasked"
+        self.mask[rank] = int(mask)
+
+    def clean_mask_buffer(self) -> None:
+        self.mask = [0 if rank in self.links or rank == self.rank else 1 for rank in range(self.capacity)]
+        self.calls.append("clean mask")
+
+    def query_mask_buffer(self, found: torch.Tensor) -> None:
+        found.copy_(torch.tensor(self.mask, dtype=torch.int32))
+
+    def get_local_buffer_tensor(self, dtype: torch.dtype, use_rdma_buffer: bool = False) -> torch.Tensor:
+        self.calls.append("zero")
+        return self.memory.view(dtype)
+
+
+class Published:
+    """A store in which every address is there."""
+
+    fails = False
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+
+    def delete_key(self, key: str) -> bool:
+        return True
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        if self.fails:
+            raise RuntimeError("Connection reset by peer")
+        return [b"metadata"] * len(keys)
+
+
+class StoreGroup:
+    store = Published()
+
+
+def made(rank: int, size: int, capacity: int) -> tuple[Any, Buffer]:
+    """A manager of a full group whose buffer is made and connected."""
+    buffer = Buffer(rank, capacity)
+    buffer.connect_ranks([peer for peer in range(size) if peer != rank])
+    Manager._buffer = all2all._NixlEPBufferState(
+        buffer=buffer, max_num_ep_ranks=capacity, connected_ep_size=size, active_ep_size=size
+    )
+    Manager._mask, Manager._last_mask = torch.zeros(capacity, dtype=torch.int32), None  # vLLM makes it on CUDA
+    exchange.exchange.__init__()  # type: ignore[misc]
+    exchange.exchange.started(rank, range(size))
+    return manager(rank, tuple(range(size)), size), buffer
+
+
+def manager(rank: int, ranks: tuple[int, ...], size: int) -> Any:
+    found = object.__new__(Manager)
+    found.rank, found.world_size, found.tcp_store_group, found.healer_ranks = rank, size, StoreGroup(), ranks
+    return found
+
+
+@pytest.mark.parametrize("dead", [0, 1, 3])
+def test_any_rank_can_be_dropped_and_its_loss_is_no_fault_of_later_steps(dead: int) -> None:
+    rank = 2
+    found, buffer = made(rank, 4, 8)
+    buffer.mask[dead] = 1  # as the early release or a kernel's timeout does
+    assert bool(found.query_fault())
+    buffer.memory.fill_(7)
+    exchange.exchange.drop([dead])
+    assert not bool(found.query_fault())
+    assert buffer.links == {0, 1, 3} - {dead}
+    assert int(buffer.memory.abs().sum()) == 0
+    order = [call.split()[0] for call in buffer.calls]
+    assert order.index("disconnect") < order.index("zero") < order.index("clean")
+    assert [buffer.mask[r] for r in range(4)] == [int(r == dead) for r in range(4)]
+    other = next(r for r in (0, 1, 3) if r != dead)
+    buffer.mask[other] = 1
+    assert bool(found.query_fault()), "a second fault must be seen"
+
+
+def test_a_rank_that_connects_for_a_refill_disturbs_no_step_until_it_is_switched_on() -> None:
+    found, buffer = made(0, 3, 4)
+    exchange.exchange.drop([1])
+    joined = manager(0, (0, 1, 2), 3)
+    joined.stage_ep_size()
+    assert buffer.mask[1] == 1
+    assert not bool(found.query_fault())
+    assert not bool(joined.query_fault())
+    joined.commit_ep_size()
+    assert buffer.mask[:3] == [0, 0, 0]
+    assert not bool(joined.query_fault())
+    buffer.mask[1] = 1
+    assert bool(joined.query_fault())
+
+
+def test_a_refill_that_is_given_up_leaves_the_exchange_as_it_was() -> None:
+    _, buffer = made(0, 3, 4)
+    exchange.exchange.drop([1])
+    before = (set(buffer.links), list(buffer.mask))
+    manager(0, (0, 1, 2), 3).stage_ep_size()
+    exchange.exchange.disconnect([1])
+    exchange.exchange.disconnect([1])
+    assert (set(buffer.links), list(buffer.mask)) == before
+
+
+def test_a_connect_that_fails_leaves_the_exchange_as_it_was_and_the_next_one_connects() -> None:
+    _, buffer = made(0, 3, 4)
+    exchange.exchange.drop([1])
+    before = (set(buffer.links), list(buffer.mask))
+    buffer.fails = True
+    with pytest.raises(RuntimeError, match="Assertion"):
+        manager(0, (0, 1, 2), 3).stage_ep_size()
+    assert (set(buffer.links), list(buffer.mask)) == before
+    buffer.fails = False
+    manager(0, (0, 1, 2), 3).stage_ep_size()
+    assert buffer.links == {1, 2}
+
+
+def test_a_store_that_fails_before_anybody_is_connected_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, buffer = made(0, 3, 4)
+    exchange.exchange.drop([1])
+    monkeypatch.setattr(Published, "fails", True)
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        manager(0, (0, 1, 2), 3).stage_ep_size()
+    assert buffer.links == {2}
+    assert "disconnect [1]" not in buffer.calls[-1]
+
+
+def test_a_death_while_a_joiner_is_connected_does_not_switch_the_joiner_on() -> None:
+    _, buffer = made(0, 4, 4)
+    exchange.exchange.drop([1])
+    manager(0, (0, 1, 2, 3), 4).stage_ep_size()
+    exchange.exchange.drop([3])
+    assert buffer.mask == [0, 1, 0, 1]
+
+
+def test_the_highest_live_rank_bounds_what_is_read_of_the_mask() -> None:
+    found, _ = made(0, 4, 8)
+    exchange.exchange.drop([2])
+    assert found.query_active_mask().shape == (4,)
+    exchange.exchange.drop([3])
+    assert found.query_active_mask().shape == (2,)
+
+
+def test_stock_scaling_up_and_down_connects_and_masks_as_vllm_does() -> None:
+    _, buffer = made(0, 2, 4)
+    larger = manager(0, (0, 1, 2, 3), 4)
+    larger.stage_ep_size()
+    assert buffer.calls[-1] == "connect [2, 3] False"
+    larger.commit_ep_size()
+    assert buffer.mask == [0, 0, 0, 0]
+    assert Manager._buffer.active_ep_size == Manager._buffer.connected_ep_size == 4
+    assert not bool(larger.query_fault())
+    smaller = manager(0, (0, 1), 2)
+    smaller.stage_ep_size()
+    assert buffer.links == {1, 2, 3}
+    smaller.commit_ep_size()
+    assert buffer.links == {1}
+    assert Manager._buffer.active_ep_size == Manager._buffer.connected_ep_size == 2
+    assert not bool(smaller.query_fault())
+
+
+def test_warming_up_masks_the_peers_that_are_there_and_no_others() -> None:
+    found, buffer = made(2, 4, 4)
+    exchange.exchange.drop([1])
+    alone = manager(2, (0, 2, 3), 4)
+    with alone.mask_remote_ranks():
+        assert buffer.mask == [1, 1, 0, 1]
+    assert buffer.mask == [0, 1, 0, 0]
+    del found
+
+
+# --- release -----------------------------------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """A kernel that waits for the words of a dead rank, in a thread; and what was masked."""
+
+    def __init__(self, dead: int) -> None:
+        self.dead, self.masked, self.words = dead, list[int](), dict[int, int]()
+        self.returned = threading.Event()
+        threading.Thread(target=self._spin, daemon=True).start()
+
+    def _spin(self) -> None:
+        while not self.words.get(self.dead):
+            time.sleep(0.001)
+        self.returned.set()
+
+    def write(self, ranks: Any) -> None:
+        for rank in ranks:
+            self.words[rank] = 1
+
+
+class Side:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_a_word_of_the_engine_frees_a_kernel_while_the_main_thread_answers_nobody() -> None:
+    kernel = Kernel(3)
+    writer = WordWriter(kernel.masked.append, kernel.write, Side)
+    listener = Listener(os.getpid(), 0, lambda epoch, dead: writer.release(dead))
+    try:
+        assert send_release(os.getpid(), 1, 5, [3]) == 1
+        assert kernel.returned.wait(10)
+        writer.end()
+        assert kernel.masked == [3]
+        rounds = writer.written
+        kernel.words.clear()
+        time.sleep(0.05)
+        assert writer.written == rounds, "a word written after the step's end would be taken for an arrival"
+    finally:
+        listener.close()
+
+
+def test_stale_and_damaged_words_are_ignored_and_the_next_one_is_heard() -> None:
+    heard, done = list[tuple[int, list[int]]](), threading.Event()
+
+    def on_dead(epoch: int, dead: list[int]) -> None:
+        heard.append((epoch, dead))
+        if epoch == 9:
+            done.set()
+        if epoch == 8:
+            raise RuntimeError("whatever")
+
+    listener = Listener(os.getpid(), 1, on_dead)
+    try:
+        from elastic.vllm.worker.interface import release_address
+
+        send_release(os.getpid(), 2, 7, [1])
+        send_release(os.getpid(), 2, 6, [2])
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as raw:
+            raw.sendto(b"{]", release_address(os.getpid(), 1))
+        send_release(os.getpid(), 2, 8, [1])
+        send_release(os.getpid(), 2, 9, [1])
+        assert done.wait(10)
+        assert heard == [(7, [1]), (8, [1]), (9, [1])]
+    finally:
+        listener.close()
