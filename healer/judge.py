@@ -8,9 +8,11 @@ import msgspec
 
 from healer.diagnosis import Cause, Departed, Diagnosis, Hardware, Health, Limits, Refined, Verdict, diagnose, refine
 from healer.dossier import Dossier
-from healer.evidence import Evidence, RankRef, Subject
+from healer.evidence import Evidence, GpuRef, RankRef, Subject
 
 MAX_DEPARTED = 64
+ENDED = frozenset({Cause.PROCESS_DEATH, Cause.XID})
+"""Verdicts on ranks whose process is gone: a death, or one that was put down to an XID."""
 
 
 class Judgement(msgspec.Struct, frozen=True):
@@ -35,6 +37,7 @@ class Judge:
         self._regrouped_at = -math.inf
         self._said: dict[Subject, Verdict] = {}
         self._departed: list[Departed] = []
+        self._deaths: list[tuple[GpuRef, float]] = []
 
     def take(self, found: Iterable[Evidence]) -> list[Evidence]:
         """File evidence. Returns it with each GPU under its full name."""
@@ -53,6 +56,8 @@ class Judge:
             gpu = self._hardware.placed.get(rank)
             if gpu is not None and verdict.health == Health.UNHEALTHY:
                 self._departed = [*self._departed[1 - MAX_DEPARTED :], Departed(rank, gpu, verdict, incident)]
+                if verdict.cause in ENDED:
+                    self._deaths = [*self._deaths[1 - MAX_DEPARTED :], (gpu, verdict.since)]
             del self._said[rank]
         self._dossier.keep(live)
 
@@ -64,7 +69,8 @@ class Judge:
     def judge(self, now: float) -> Judgement:
         """`now`: monotonic seconds."""
         standing = self._dossier.standing(now)
-        found = self.diagnosis = diagnose(standing, self._live, self.limits, now, self._hardware, self._regrouped_at)
+        hardware = msgspec.structs.replace(self._hardware, deaths=self._recent_deaths(now))
+        found = self.diagnosis = diagnose(standing, self._live, self.limits, now, hardware, self._regrouped_at)
         changed = tuple(v for v in found.all if v.key != self._key_before(v))
         self._said = {v.subject: v for v in found.all}
         refined = self._refine({v.subject: v for v in found.gpus}, now) if self._departed else ()
@@ -85,6 +91,15 @@ class Judge:
             ):  # fmt: skip
                 ages.append(one.evidence.at + after_s)
         return min((at for at in ages if at > now), default=math.inf)
+
+    def _recent_deaths(self, now: float) -> dict[GpuRef, list[float]]:
+        """For as long as an XID that came with one may be held against the ranks beside it."""
+        keep_s = self.limits.blame_before_s + self.limits.blame_after_s
+        self._deaths = [(gpu, at) for gpu, at in self._deaths if now - at <= keep_s]
+        found: dict[GpuRef, list[float]] = {}
+        for gpu, at in self._deaths:
+            found.setdefault(gpu, []).append(at)
+        return found
 
     def _key_before(self, verdict: Verdict) -> tuple[Subject, Health, Cause]:
         said = self._said.get(verdict.subject)

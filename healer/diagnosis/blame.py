@@ -61,6 +61,8 @@ def join(
         if not muted:
             born = hardware.since.get(rank, -math.inf)
             own = [one for one in about_gpus.get(gpu, ()) if one.evidence.at >= born]
+            if verdict.health != Health.UNHEALTHY:
+                own = _unclaimed(own, _deaths(gpu, ranks, hardware), hardware.advise, limits)
             xid = _blamed(own, hardware.advise, at, limits, verdict.cause)
         found.append(_joined(verdict, on_gpu, xid, signs, limits, now))
     return tuple(found)
@@ -84,6 +86,26 @@ def refine(
         return None
     sentence = f"{departed.rank} was lost to its GPU: {on_gpu.sentence}"
     return Refined(departed, on_gpu.cause, on_gpu.evidence, on_gpu.xids, sentence)
+
+
+def _deaths(gpu: GpuRef, ranks: Mapping[RankRef, Verdict], hardware: Hardware) -> list[float]:
+    """When ranks ended on this GPU, those included that nobody has taken from the group yet."""
+    dead = [v.since for v in ranks.values() if v.cause == Cause.PROCESS_DEATH and hardware.placed.get(v.rank) == gpu]
+    return [*hardware.deaths.get(gpu, ()), *dead]
+
+
+def _unclaimed(
+    about: Collection[Standing], deaths: Collection[float], advise: Advise, limits: Limits
+) -> list[Standing]:
+    """Without the errors of an application that ended with it: they are no doubt about who lives on beside it."""
+
+    def claimed(one: Standing) -> bool:
+        (xid,) = xids_of([one], advise) or (None,)
+        if xid is None or xid.action != XidAction.RESTART_APP:
+            return False
+        return any(abs(one.evidence.at - at) <= limits.blame_after_s for at in deaths)
+
+    return [one for one in about if not claimed(one)]
 
 
 def _explains(gpu_at: float, rank_at: float, limits: Limits) -> bool:

@@ -1,6 +1,6 @@
 """What a diagnosis must know beside the evidence: which GPUs there are, which rank is on which, what an XID means."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 
 import msgspec
@@ -52,6 +52,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     since: Mapping[RankRef, float] = {}
     """From when on, in monotonic seconds, a rank has been in the group, where that was seen: what befell its GPU before is
     none of its own."""
+    deaths: Mapping[GpuRef, Collection[float]] = {}
+    """When processes of ranks that have left the group ended on a GPU, in monotonic seconds."""
     host: HostRef | None = None
     """The machine that these GPUs are in."""
     advise: Advise = unadvised
