@@ -237,7 +237,7 @@ class SpareStatus(Message, frozen=True):
     pid: int
     pid_start: int
     slots: tuple[int, ...]
-    """The slots that it may take: those of its GPU, or all."""
+    """The slots that it may take: those of its GPU, or all. The first is the one that it has opened its exchange for."""
     boot_s: dict[str, float] = {}
     """As in `Status`, from the process's start."""
 

@@ -118,7 +118,7 @@ class Joining:
         async def joiner(slot: int, link: RankLink, wait: bool) -> Done:
             peers = (*old.values(), *(p for s, p in new.items() if s != slot))
             order = Link(id=link.next_id(), epoch=group.epoch, peers=peers, wait=wait)
-            return await link.call(order, Done, deadline_s=deadline_s)
+            return await self._while_it_beats(link, link.call(order, Done, deadline_s=deadline_s))
 
         async def survivor(slot: int) -> Done:
             link = group.links[slot]

@@ -85,7 +85,7 @@ class Spares:
         """Make a spare the rank of this slot. None where none may take it, or those that might died on the way."""
         fitting = [s for s in self._ready.values() if slot in s.slots]
         # one that may take few slots first: the others stay for what it cannot take
-        for spare in sorted(fitting, key=lambda s: (len(s.slots), s.number)):
+        for spare in sorted(fitting, key=lambda s: (len(s.slots), s.slots[0] != slot, s.number)):
             del self._ready[spare.number]
             spare.channel.on_close = lambda _: None
             order = Adopt(id=spare.channel.next_id(), slot=slot, incarnation=incarnation)

@@ -19,6 +19,7 @@ import torch
 from elastic.errors import ElasticError
 from elastic.rank.comm.base import EpBackend
 from elastic.rank.comm.links import Links
+from elastic.rank.fatal import end_if_fatal
 
 LOOK_S = 0.005
 STUCK = signal.SIGRTMIN + 1
@@ -63,6 +64,8 @@ def _look(path: Path, place: Place) -> None:
             commit(place, name, [float(value) for value in values])
         except Exception as error:
             print(f"fault injection: {text} raised {type(error).__name__}: {error}", flush=True)
+            # an idle rank would meet what it did to its device in the next step only
+            end_if_fatal(error, f"fault injection: {text}")
 
 
 def commit(place: Place, name: str, values: list[float]) -> None:

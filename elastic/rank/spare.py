@@ -47,16 +47,19 @@ def stand_by(config: GroupConfig, number: int) -> None:
 
 
 def _ready(config: GroupConfig, number: int) -> tuple[Base, tuple[int, ...]]:
-    device, slots = open_device(config, number % config.max_ranks), tuple(range(config.max_ranks))
+    own = number % config.max_ranks
+    device, slots = open_device(config, own), tuple(range(config.max_ranks))
     if config.on_gpu:
         if config.spare_gpus:
             gpu = config.spare_gpus[number % len(config.spare_gpus)]
-            device = open_device(msgspec.structs.replace(config, gpus=(gpu,)), 0)
+            device, own = open_device(msgspec.structs.replace(config, gpus=(gpu,)), 0), number // len(config.spare_gpus)
         slots = slots_of_gpu(config, device.place.index, torch.cuda.device_count())
-    base = prepare(config, slots[number % len(slots)], device)
+    if own not in slots:
+        own = slots[own % len(slots)]
+    base = prepare(config, own, device)
     with base.watch.part("kernels"):
         _load_kernels(base)
-    return base, slots
+    return base, (own, *(slot for slot in slots if slot != own))
 
 
 def slots_of_gpu(config: GroupConfig, gpu: int, count: int) -> tuple[int, ...]:

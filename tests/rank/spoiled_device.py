@@ -1,7 +1,8 @@
 """Spoils the device of a rank's process at the lowest layer, as an illegal address in any kernel does.
 
 Becomes `sitecustomize` of the ranks: which call finds the error first is named by a file `spoil-<place>-<slot>` in the run
-directory; from then on every call to the device fails in that process.
+directory; from then on every call to the device fails in that process. With `unreachable` in the file that one call fails, as
+where a peer does not come, and with `waits SLOT` it fails when the process of that slot is dead, as NIXL's connect.
 """
 
 import importlib.abc
@@ -34,13 +35,29 @@ def spoil(owner: Any, name: str, file: Path) -> None:
 
         global spoiled
         if file.exists():
+            kind = file.read_text()
             file.unlink()
+            if kind:
+                refuse(*kind.split())
             spoiled = True
         if spoiled:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCompile with DSA")
         return original(*args, **kwargs)
 
     setattr(owner, name, call)
+
+
+def refuse(kind: str, slot: str = "") -> None:
+    import psutil
+
+    from elastic.errors import Unreachable
+
+    if kind == "unreachable":
+        raise Unreachable("nobody came", [0])
+    lines = [(one, one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
+    at = [one for one, line in lines if option("--run-dir") in line and f"--slot {slot}" in " ".join(line)]
+    psutil.wait_procs(at, timeout=60)
+    raise Unreachable(f"slot {slot} died", [int(slot)])
 
 
 class Finder(importlib.abc.MetaPathFinder):

@@ -88,6 +88,24 @@ async def test_a_joiner_whose_device_fails_is_tried_again_and_costs_nobody(
         assert await owner.answers(prompts) == want
 
 
+async def test_a_joiner_that_cannot_connect_ends_itself_so_that_nobody_waits_for_it(
+    checkpoint: Path, run_dir: Path
+) -> None:
+    """On NIXL EP whoever is in a connect to it does nothing else until it is dead, and answers nobody."""
+    async with group(checkpoint, run_dir) as owner:
+        prompts = random_prompts(4, VOCAB, seed=23)
+        want = await owner.answers(prompts)
+        members = [owner.member(s) for s in range(3)]
+        (run_dir / "spoil-connect-3").write_text("unreachable")
+        for survivor in range(3):
+            (run_dir / f"spoil-connect-{survivor}").write_text("waits 3")
+        owner.executor.scale(4, reason="test")
+        await owner.executor.settled(deadline_s=30)
+        assert owner.member(3).incarnation == 2
+        assert [owner.member(s) for s in range(3)] == members
+        assert await owner.answers(prompts) == want
+
+
 CAUSED = Unreachable("no way", [1])
 CAUSED.__cause__ = RuntimeError("Failed: CUDA error nixl_ep.cu:77 'misaligned address'")
 

@@ -290,7 +290,7 @@ def test_new_peers_stay_masked_and_a_new_incarnation_replaces_the_old(monkeypatc
     group.all_step()
 
 
-def test_a_connect_that_never_returns_is_given_up_at_its_deadline_and_not_tried_again(
+def test_a_connect_that_never_returns_is_given_up_at_its_deadline_and_the_next_one_finds_the_exchange_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     group = Group(monkeypatch, 2)
@@ -303,11 +303,31 @@ def test_a_connect_that_never_returns_is_given_up_at_its_deadline_and_not_tried_
         group.ranks[0].connect({2: endpoint}, deadline_s=0.3)
     assert time.monotonic() - began < SOON_S
     assert raised.value.slots == (2,)
-    with pytest.raises(ElasticError, match="must be replaced"):
+    # the present view goes on
+    late = group.ranks.pop(2)
+    group.all_step()
+    with pytest.raises(ExchangeLost, match=r"connect to ranks \[2\] never came back"):
         group.ranks[0].connect({2: endpoint}, deadline_s=0.3)
     held.set()
-    # the present view goes on
-    del group.ranks[2]
+    assert late.rank == 2
+
+
+def test_a_connect_that_came_back_too_late_is_undone_and_the_next_one_is_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(monkeypatch, 2)
+    held = threading.Event()
+    group.ranks[2] = group.open(2)
+    group.fabric.hold_connect = lambda rank, peers: held.wait(60.0) and None
+    with pytest.raises(Unreachable):
+        group.ranks[0].connect({2: group.ranks[2].endpoint()}, deadline_s=0.1)
+    held.set()
+    for rank in (0, 1, 2):
+        group.link(rank)
+    assert [c for c in group.fabric.buffers[0].calls if "connect" in c][-3:] == [
+        "connect [2]",
+        "disconnect [2]",
+        "connect [2]",
+    ]
+    group.commit(2)
     group.all_step()
 
 

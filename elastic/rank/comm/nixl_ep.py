@@ -35,6 +35,8 @@ WRITE_EVERY_S = 0.0003
 DISCONNECT_S = 10.0
 """15 to 34 ms were seen for each peer on an H200; what takes longer than this never ends."""
 FROZEN_AFTER_S = 1.0
+TAIL_S = 0.5
+"""For a connect that was given up: it runs in this process again, or it does not."""
 """Beyond the deadline of a connect: a thread that still gets Python's lock has given up by then."""
 WAITING_AFTER_S = 0.2
 """A step that runs for so long is taken to wait for its peers; the kernels do not say for whom."""
@@ -152,7 +154,8 @@ class NixlEpBackend:
         self._generation = 0
         self._faults: deque[PeerFault] = deque()
         self._handle: Any = None
-        self._stuck = False
+        self._late: tuple[threading.Thread, list[int]] | None = None
+        """A connect that was given up, and its peers."""
 
         self._state = threading.Condition()
         self._in_step = False
@@ -177,8 +180,7 @@ class NixlEpBackend:
         new = {p: raw for p, raw in peers.items() if p != self.rank and self._endpoints.get(p) != raw}
         if not new:
             return
-        if self._stuck:
-            raise ElasticError(f"rank {self.rank}: an earlier connect never came back; the rank must be replaced")
+        self._settle_late()
         self.disconnect([p for p in new if p in self._endpoints])
         until = time.monotonic() + deadline_s
         for peer, raw in new.items():
@@ -193,7 +195,7 @@ class NixlEpBackend:
             while thread.is_alive() and time.monotonic() < until and not give_up():
                 thread.join(0.05)
         if thread.is_alive():
-            self._stuck = True
+            self._late = thread, list(new)
             text = f"rank {self.rank}: no connection to ranks {sorted(new)} within {deadline_s:g} s"
             raise Unreachable(text, sorted(new))
         if errors:
@@ -203,6 +205,17 @@ class NixlEpBackend:
         for peer, raw in new.items():
             self._endpoints[peer] = raw
             self._masks[peer] = MASKED
+
+    def _settle_late(self) -> None:
+        """A wait that was given up has most often ended since: the call itself, or what comes behind it, was slow."""
+        if self._late is None:
+            return
+        thread, peers = self._late
+        thread.join(TAIL_S)
+        if thread.is_alive():
+            raise ExchangeLost(f"rank {self.rank}: an earlier connect to ranks {sorted(peers)} never came back")
+        self._late = None
+        self._back_out(peers, Unreachable("it came back when nobody waited for it any more", peers))
 
     def _connect(self, peers: list[int], errors: list[BaseException]) -> None:
         try:
