@@ -192,7 +192,7 @@ GPUS = Lot(
         "slotsPerRank": 4,
         "redundantExperts": 8,
         "epBackend": "nixl-ep",
-        "spares": 8,
+        "spares": 12,
         # each slot fails again and again here, and a proof of the device before each start takes seconds
         "policy": {"healing": {"probation": {"repeated": 1000}}},
     },

@@ -39,7 +39,7 @@ class Group(_Model):
     redundant_experts: Annotated[int, Field(ge=0, le=4096)] = 8
     ep_backend: Literal["shm", "nixl", "nixl-ep"] = "shm"
     """``nixl-ep``: on the NVIDIA GPUs of this machine."""
-    spares: Annotated[int, Field(ge=0, le=8)] = 0
+    spares: Annotated[int, Field(ge=0, le=16)] = 0
     host_tier: bool = True
     gpus: bool = False
     """A stand-in for NVML with one GPU for each slot, and a kernel log; a rank is on the GPU of its slot."""

@@ -106,12 +106,11 @@ async def _restart(run: Run) -> None:
     run.add(figures=figures, load=load.report(), sequences=run.stock.sequences(began, began))
 
 
-async def _kills(run: Run, slots: Sequence[int], *, under_load: bool, in_round: bool = False) -> None:
+async def _kills(run: Run, slots: Sequence[int], **how: bool) -> None:
+    """`how`: of `kills.case`."""
     run.add(figures={"ready_s": (await run.alone())["ready_s"]})
     for slot in slots:
-        run.add_case(
-            await kills.case(run.plugin, slot, under_load=under_load, streams=run.given.streams, in_round=in_round)
-        )
+        run.add_case(await kills.case(run.plugin, slot, streams=run.given.streams, **how))
 
 
 async def _load(run: Run) -> None:
@@ -142,7 +141,7 @@ async def _cycles(run: Run) -> None:
     """The last rank lives through all of them: its memory must not grow."""
     last = run.given.ranks - 1
     try:
-        await _kills(run, [cycle % last for cycle in range(run.given.cycles)], under_load=True)
+        await _kills(run, [cycle % last for cycle in range(run.given.cycles)], under_load=True, quiet=False)
     finally:
         figures, grown = growth.memory(run.current.cases, last)
         run.add(figures=run.current.figures | figures, error=grown)

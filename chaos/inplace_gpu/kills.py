@@ -34,6 +34,8 @@ ROUND = b"Rearranging experts"
 ROUND_S = 60.0
 ROUND_POLL_S = 0.002
 """A layer is moved in one step of the group, some 10 ms."""
+SPARES_S = 150.0
+SPARE_POLL_S = 0.5
 AFTER_S = 1.0
 """What still counts as around an event, after the daemon says that it is over."""
 
@@ -46,6 +48,8 @@ class _Before:
     pids: dict[int, list[int]]
     lines: dict[int, int]
     """Of each rank's log."""
+    spares: frozenset[int]
+    """Pids of those that stood by."""
 
 
 @dataclass
@@ -80,9 +84,12 @@ async def start(scene: Scene) -> dict[str, Any]:
     return {"ready_s": ready - began, "distinct_answers": len({tuple(answer) for answer in scene.want})}
 
 
-async def case(scene: Scene, slot: int, *, under_load: bool, streams: int, in_round: bool = False) -> Case:
-    """One death and its refill; `in_round`: when a round of vLLM's balancer has begun, which takes load. Raises ElasticError
-    where the group does not come back at all."""
+async def case(
+    scene: Scene, slot: int, *, under_load: bool, streams: int, in_round: bool = False, quiet: bool = True
+) -> Case:
+    """One death and its refill; `in_round`: when a round of vLLM's balancer has begun, which takes load; `quiet`: no spare warms
+    up beside it. Raises ElasticError where the group does not come back at all."""
+    await _spares_stand_by(scene, all_=quiet)
     slots, before = slots_of(scene), await _look(scene)
     rest = [each for each in slots if each != slot]
     moments, began = _Moments(), time.monotonic()
@@ -121,7 +128,29 @@ async def _look(scene: Scene) -> _Before:
         incarnations,
         {slot: await scene.engines(slot) for slot in slots},
         {slot: len(_log(scene, slot, incarnations[slot])) for slot in slots},
+        frozenset(one["pid"] for one in await _spares(scene) if one["state"] == "ready"),
     )
+
+
+async def _spares(scene: Scene) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await scene.deployment.get("/status"))["group"]["spares"]
+    return found
+
+
+async def _spares_stand_by(scene: Scene, *, all_: bool) -> None:
+    """One at least, and with `all_` each that was not given up. Raises ElasticError where none does in time."""
+    if not profile_of(scene).spares:
+        return
+    until, found = time.monotonic() + SPARES_S, list[dict[str, Any]]()
+    while time.monotonic() < until:
+        found = await _spares(scene)
+        states = {one["state"] for one in found}
+        if "ready" in states and (not all_ or states <= {"ready", "given-up"}):
+            return
+        if states == {"given-up"}:
+            raise ElasticError(f"no spare stands by: {found[0]['why']}")
+        await asyncio.sleep(SPARE_POLL_S)
+    raise ElasticError(f"no spare stands by after {SPARES_S:g} s: {[one['state'] for one in found]}")
 
 
 async def _until_live(scene: Scene, rest: Collection[int], before: _Before) -> float:
@@ -159,6 +188,9 @@ async def _judge(
     now = await scene.incarnations()
     survivors = tuple([await _survivor(scene, each, before, moments, clients) for each in rest])
     problems = moments.problems
+    from_spare = (await scene.members())[slot]["pid"] in before.spares
+    if before.spares and not from_spare:
+        problems.append(f"slot {slot} was filled without a spare, though {len(before.spares)} stood by")
     for one in survivors:
         if not one.same_process or now[one.slot] != before.incarnations[one.slot]:
             problems.append(f"slot {one.slot} was started anew")
@@ -178,6 +210,7 @@ async def _judge(
         healed_s=moments.since(moments.healed),
         answered_s=moments.since(moments.answered),
         filled_s=moments.since(moments.filled),
+        from_spare=from_spare,
         survivors=survivors,
         victim_errors=clients.loads[slot].errors if clients is not None else 0,
         router=router,

@@ -55,6 +55,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """Until every survivor has given another right answer, which takes a request's own time."""
     filled_s: float
     """Until the slot serves again."""
+    from_spare: bool = False
+    """The slot's new rank was a warm spare before."""
     survivors: tuple[Survivor, ...]
     victim_errors: int
     """Of clients that ask the dead rank itself."""

@@ -87,7 +87,7 @@ def _cases(cases: Sequence[Case]) -> list[str]:
             _list(silence.ended_s for silence in heal),
             _list(silence.took_s for silence in heal),
             f"{case.answered_s:.2f} s",
-            f"{case.filled_s:.1f} s",
+            f"{case.filled_s:.1f} s{', from a spare' if case.from_spare else ''}",
             _list(silence.took_s for silence in refill),
             f"{errors}, {case.router.errors if case.router else '-'}, {case.victim_errors}",
             str(sum(one.captures for one in case.survivors)),

@@ -182,15 +182,14 @@ def main(without: Sequence[str]) -> int:
     daemon = socket.socket(fileno=os.dup(0))
     find_title()
     before = dict(os.environ)
-    # or torch initialises the driver when it is asked whether there is a GPU
+    # or torch initialises the driver when it is asked whether there is a GPU; vLLM sets it too, and it must stay until the forks
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     unfit = warm(without)
-    os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK")
-    if "PYTORCH_NVML_BASED_CUDA_CHECK" in before:
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = before["PYTORCH_NVML_BASED_CUDA_CHECK"]
     # children share these pages for as long as nobody writes to them, as a collection would
     gc.collect()
     gc.freeze()
+    # in its log, for whoever finds a rank that was forked and hangs
+    sys.stderr.write(f"all is imported, in {len(os.listdir('/proc/self/task'))} threads\n")
     try:
         _say(daemon, {"unfit": unfit} if unfit else {"ready": True})
         if unfit:

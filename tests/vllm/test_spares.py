@@ -30,10 +30,13 @@ pytestmark = pytest.mark.timeout(60)
 
 ROOT = Path(__file__).parents[2]
 KEY = "a-secret-that-nobody-else-may-read"
+NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+PACKAGE = f"import os\nos.environ[{NVML!r}] = '1'\n"
+"""As vLLM does at its import, so that the engine's torch does not initialise CUDA before it forks the worker."""
 COMMAND = f"""\
 import json, os, pathlib, runpy, sys, threading
 def main():
-    names = ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_API_KEY", "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", "CUDA_VISIBLE_DEVICES")
+    names = ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_API_KEY", "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", "CUDA_VISIBLE_DEVICES", {NVML!r})
     found = {{"argv": sys.argv, "env": {{n: os.environ.get(n) for n in names}}, "imported": len(sys.modules)}}
     pathlib.Path(os.environ["FAKE_VLLM"], f"rank-{{os.getpid()}}").write_text(json.dumps(found))
     print("this is a rank")
@@ -63,7 +66,7 @@ def make_vllm(folder: Path, command: str = COMMAND, package: str = "") -> None:
 
 def with_spares(stand: Stand, count: int = 2, **changes: object) -> None:
     """Of a stand that has not started."""
-    make_vllm(stand.folder)
+    make_vllm(stand.folder, package=PACKAGE)
     (stand.folder / "key").write_text(KEY)
     before = stand.policy.spec.target
     assert isinstance(before, VllmTarget)
@@ -128,6 +131,7 @@ async def test_a_joiner_and_a_restarted_group_are_spares_that_are_replaced(tmp_p
             "VLLM_API_KEY": KEY,
             "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH": "1",
             "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            NVML: "1",
         }
         assert said["argv"][:3] == [str(tmp_path / "vllm"), "serve", "m"]
         assert "this is a rank" in (tmp_path / "run/logs/rank-2.0.log").read_text()
