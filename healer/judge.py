@@ -12,7 +12,7 @@ from healer.evidence import Evidence, GpuRef, RankRef, Subject
 
 MAX_DEPARTED = 64
 ENDED = frozenset({Cause.PROCESS_DEATH, Cause.XID})
-"""Verdicts on ranks whose process is gone: a death, or one that was put down to an XID."""
+"""Verdicts on ranks after which an XID of their GPU may be theirs: a death, or what was put down to an XID already."""
 
 
 class Judgement(msgspec.Struct, frozen=True):

@@ -191,7 +191,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--spares must not be negative")
     if min(given.streams, given.cycles, given.windows) < 1 or given.window <= 0:
         parser.error("--streams, --cycles, --windows and --window must be positive")
-    given.parts = tuple(part for part in PARTS if part in given.parts)
+    # stub workers have no balancer
+    given.parts = tuple(part for part in PARTS if part in given.parts and (part, given.profile) != ("round", "cpu"))
     return given
 
 

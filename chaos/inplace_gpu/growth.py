@@ -9,7 +9,7 @@ from chaos.inplace_gpu.records import Case
 SETTLED = 3
 """Cycles that come first: what is allocated once is allocated by then."""
 MOST_GROWTH = 0.02
-"""Of the memory in use, over all cycles: what counts as flat."""
+"""Of the memory in use, over all cycles that count: what is flat."""
 
 
 def memory(cases: Sequence[Case], slot: int) -> tuple[dict[str, Any], str]:
@@ -28,6 +28,6 @@ def memory(cases: Sequence[Case], slot: int) -> tuple[dict[str, Any], str]:
             continue
         slope = statistics.linear_regression(range(len(settled)), settled).slope
         figures |= {f"memory {kind}_mb": [settled[0], settled[-1]], f"growth {kind}_mb_a_cycle": slope}
-        if slope * len(cases) > MOST_GROWTH * settled[0]:
+        if slope * len(settled) > MOST_GROWTH * settled[0]:
             grown.append(f"memory {kind} grows by {slope:.1f} MB a cycle")
     return figures, "; ".join(grown)

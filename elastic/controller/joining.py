@@ -24,6 +24,9 @@ T = TypeVar("T")
 
 MUTE_SHARE = 1 / 6
 """Of the time for a prepare: a joiner that has not beaten for so long is given up."""
+LINK_MUTE_S = 5.0
+"""Likewise while it connects: after the 4 s in which a joiner that is frozen in its connect ends itself, before the 7 s after which
+ranks end that wait for it (`elastic.rank.member`)."""
 
 
 class Joining:
@@ -55,7 +58,8 @@ class Joining:
                 capture=True,
                 members={},
             )
-            return await self._while_it_beats(link, link.call(order, Prepared, deadline_s=deadline_s))
+            limit_s = self._config.prepare_deadline_s * MUTE_SHARE
+            return await self._while_it_beats(link, link.call(order, Prepared, deadline_s=deadline_s), limit_s)
 
         async def survivor(slot: int) -> Prepared:
             link = group.links[slot]
@@ -90,9 +94,8 @@ class Joining:
         found = {dense, *(move.source_slot for move in moves)} & self._group.links.keys() - {slot}
         return tuple(self._group.peer(source) for source in sorted(found))
 
-    async def _while_it_beats(self, link: RankLink, call: Coroutine[Any, Any, T]) -> T:
+    async def _while_it_beats(self, link: RankLink, call: Coroutine[Any, Any, T], limit_s: float) -> T:
         """The outcome of the call; Retryable where the rank has not beaten for so long that it hangs."""
-        limit_s = self._config.prepare_deadline_s * MUTE_SHARE
         link.beat_at = max(link.beat_at, time.monotonic() - limit_s / 2)
         calling = asyncio.create_task(call)
         try:
@@ -109,7 +112,10 @@ class Joining:
             calling.cancel()
 
     async def link(self, joiners: dict[int, RankLink], present: Collection[int]) -> dict[int, str]:
-        """Connect the EP back ends, joiners first: see `Link`. Returns failures as `prepare`."""
+        """Connect the EP back ends, joiners first: see `Link`. Returns failures as `prepare`.
+
+        Ranks may stand in a connect to a joiner, and answer nobody, until it comes or is dead (NIXL EP). So a joiner whose own
+        connect has failed is ended at once, also where another one is to blame."""
         group = self._group
         deadline_s = self._config.prepare_deadline_s + self._config.commit_deadline_s
         new = {s: link.status.peer for s, link in joiners.items()}
@@ -118,7 +124,12 @@ class Joining:
         async def joiner(slot: int, link: RankLink, wait: bool) -> Done:
             peers = (*old.values(), *(p for s, p in new.items() if s != slot))
             order = Link(id=link.next_id(), epoch=group.epoch, peers=peers, wait=wait)
-            return await self._while_it_beats(link, link.call(order, Done, deadline_s=deadline_s))
+            try:
+                return await self._while_it_beats(link, link.call(order, Done, deadline_s=deadline_s), LINK_MUTE_S)
+            except ElasticError as error:
+                if wait and present:
+                    self._boots.failed(link, str(error))
+                raise
 
         async def survivor(slot: int) -> Done:
             link = group.links[slot]

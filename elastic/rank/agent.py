@@ -56,7 +56,7 @@ from elastic.protocol import (
 from elastic.rank.address import Address
 from elastic.rank.comm.base import EpBackend
 from elastic.rank.engine import Engine
-from elastic.rank.fatal import end_if_fatal, end_unmet, essential
+from elastic.rank.fatal import end_if_fatal, essential
 from elastic.rank.gate import Gate, Phase, Takeover
 from elastic.rank.member import Membership
 from elastic.rank.weights import Weights
@@ -325,8 +325,6 @@ class Agent:
             writer.write(encode(answer))
         if failure is not None:
             end_if_fatal(failure, type(message).__name__)
-            if isinstance(message, Link) and self._engine.view is None:
-                end_unmet(failure)
         if isinstance(message, Leave):
             await writer.drain()
             self._gate.leave()

@@ -10,7 +10,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import NoReturn
 
 import torch
 
@@ -22,7 +21,7 @@ THREAD_ERROR_EXIT = 70
 """... because a thread that it cannot do without had ended: EX_SOFTWARE."""
 
 EXCHANGE_EXIT = 69
-"""... because nobody knows what its exchange is connected to, or it joins and could not connect: EX_UNAVAILABLE."""
+"""... because nobody knows what its exchange is connected to: EX_UNAVAILABLE."""
 
 _WORDS = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS")
 
@@ -51,11 +50,6 @@ def end_if_fatal(error: BaseException, doing: str) -> None:
         _end(error, f"{doing}: {first_line(error)}", EXCHANGE_EXIT)
 
 
-def end_unmet(error: BaseException) -> NoReturn:
-    """Of a joiner that could not connect: whoever is in a connect to it waits, with Python's lock held, until it is dead."""
-    _end(error, f"this rank could not join: {first_line(error)}", EXCHANGE_EXIT)
-
-
 def essential(name: str, body: Callable[[], None]) -> Callable[[], None]:
     """The body of a thread that the rank cannot do without: an exception that would end the thread ends the process."""
 
@@ -69,7 +63,7 @@ def essential(name: str, body: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def _end(error: BaseException, words: str, code: int) -> NoReturn:
+def _end(error: BaseException, words: str, code: int) -> None:
     # in one write each, and without the locks of the streams, which another thread may hold
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, "".join(traceback.format_exception(error)).encode())
     os.write(2, f"error: {words}\n".encode())

@@ -106,8 +106,8 @@ class Membership:
     def link(self, order: Link) -> None:
         """While the group serves; the new peers stay masked.
 
-        A back end that meets its peers may freeze this process until they come (`frozen`). The joiner gives up first, and ends:
-        that sets free those who wait for it, and only a rank that stays frozen after that ends too."""
+        A back end that meets its peers may freeze this process until they come (`frozen`). The joiner gives up first, and is
+        ended: that sets free those who wait for it, and only a rank that stays frozen after that ends too."""
         epoch, failure = self._link_failure
         if failure is not None and epoch == order.epoch:
             # the order comes twice, and nobody would meet this rank a second time

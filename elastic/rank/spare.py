@@ -52,10 +52,11 @@ def _ready(config: GroupConfig, number: int) -> tuple[Base, tuple[int, ...]]:
     if config.on_gpu:
         if config.spare_gpus:
             gpu = config.spare_gpus[number % len(config.spare_gpus)]
-            device, own = open_device(msgspec.structs.replace(config, gpus=(gpu,)), 0), number // len(config.spare_gpus)
+            device = open_device(msgspec.structs.replace(config, gpus=(gpu,)), 0)
+            own = sum(config.spare_gpus[n % len(config.spare_gpus)] == gpu for n in range(number))
         slots = slots_of_gpu(config, device.place.index, torch.cuda.device_count())
-    if own not in slots:
-        own = slots[own % len(slots)]
+    # of the spares of a GPU of their own, each is for the next of its slots
+    own = slots[own % len(slots)] if config.spare_gpus else own
     base = prepare(config, own, device)
     with base.watch.part("kernels"):
         _load_kernels(base)

@@ -33,6 +33,7 @@ LATE_S = 0.5
 LEAST_RPC_S = 0.2
 ALONE_AFTER_S = 0.25
 """A step whose wait for the dead has been ended is over after 0.04 s on three H200 ranks; one that is not waits for somebody else."""
+LONG_STEP_S = 2.0
 EARLY = 0.9
 WORKERS_SHARE = 0.8
 """Of the time that is left when the workers are called: the rest is for the vote that their failure makes a no."""
@@ -178,15 +179,19 @@ class Shrink:
     @contextlib.contextmanager
     def _released_from_all(self) -> Iterator[None]:
         """A survivor that met the fault before it began a step never will begin it, and who waits in it for that one would wait for
-        the exchange's own timeout. The step is lost with everyone by now: its output is not accepted."""
+        the exchange's own timeout. With a dead rank the step is lost anyway. Where all live it may only be long: it is given more
+        time, and computed again if it takes still longer."""
         others = [slot for slot in range(self._place.size) if slot != self._place.slot]
-        late = threading.Timer(ALONE_AFTER_S, self._release, (others,))
+        somebody_died = len(self.order.survivors) < self._place.size
+        late = threading.Timer(ALONE_AFTER_S if somebody_died else LONG_STEP_S, self._release, (others,))
         late.daemon = True
         late.start()
         try:
             yield
         finally:
             late.cancel()
+            # a word that comes after the new group is made would release its ranks
+            late.join()
 
     def _step(self, phase: Phase, work: Callable[[], object]) -> None:
         self._enter(phase)

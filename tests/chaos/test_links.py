@@ -69,12 +69,12 @@ def test_just_as_many_completions_are_swallowed_as_were_ordered(wire: Wire) -> N
 
 
 def test_a_late_completion_comes_late_and_does_not_hold_up_its_sender(wire: Wire) -> None:
-    wire.order("completion-late 1 0.1")
+    wire.order("completion-late 1 1")
     began = time.monotonic()
     assert wire.post(DISPATCH, 3) == 0
-    assert time.monotonic() - began < 0.1
+    assert time.monotonic() - began < 1.0
     until(lambda: wire.there.inbox.words[DISPATCH, 0] == 3)
-    assert time.monotonic() - began >= 0.1
+    assert time.monotonic() - began >= 1.0
 
 
 @pytest.mark.parametrize("order", ["link-delay 1 0.05", "slow 0.05"])

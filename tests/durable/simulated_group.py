@@ -72,7 +72,7 @@ class SimulatedGroup:
                 "hostTier": False,
             },
             "api": {"port": 0},
-            "detection": {"stallAfter": "1s", "silentAfter": f"{silent_s:g}s", "heartbeatInterval": "100ms"},
+            "detection": {"stallAfter": "1.5s", "silentAfter": f"{silent_s:g}s", "heartbeatInterval": "100ms"},
             "healing": {"deadlines": {"prepare": f"{prepare_s:g}s", "commit": f"{commit_s:g}s"}},
             "sensors": {"nvml": {"enabled": False}, "kernelLog": {"enabled": False}},
         }

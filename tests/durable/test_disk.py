@@ -23,7 +23,7 @@ from tests.e2e.harness import assert_same, members, send
 
 VOCAB, REQUESTS, ANSWER = 512, 6, 48
 BASE = [0, 1, 2]
-SLOW_S = 4.0
+SLOW_S = 8.0
 """Of one fsync: far above what a healing takes, on a busy machine too."""
 
 
@@ -180,7 +180,7 @@ async def test_survivors_are_released_and_cover_while_the_disk_takes_seconds_for
     took_s = loss["ended"] - opened.body["incident"]["opened_at"]
     assert took_s < SLOW_S - 1, f"from the death to the first step of all survivors: {took_s:.3f} s"
     found = await deployment.get("/status")
-    assert found["loop_age_s"] < 1.0
+    assert found["loop_age_s"] < SLOW_S / 2
     deployment.disk.is_(Mode.WELL)
     assert_told(deployment.entries(), newest)
 

@@ -34,8 +34,8 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 VOCAB, REQUESTS, ANSWER = 512, 6, 48
 BASE = [0, 1, 2]
-TTL_S = 1.5
-LEASE = {"store": "folder", "ttl": f"{TTL_S:g}s", "renew": "200ms", "deadline": "400ms", "margin": "300ms"}
+TTL_S = 4.0
+LEASE = {"store": "folder", "ttl": f"{TTL_S:g}s", "renew": "300ms", "deadline": "1s", "margin": "1s"}
 LEASE_LOST = 4
 
 

@@ -20,7 +20,7 @@ from tests.healer.nvml_rig import NvmlRig, gpu
 
 
 async def test_healthy_gpus_give_no_evidence_at_all(tmp_path: Path) -> None:
-    async with NvmlRig(tmp_path, gpus=8) as rig:
+    async with NvmlRig(tmp_path, gpus=8, deadline_s=3.0) as rig:
         await rig.ready()
         await rig.rounds(100)
         assert rig.seen == []
@@ -201,7 +201,7 @@ async def test_case_14_all_links_of_a_gpu_down_are_told_although_it_never_saw_th
 
 
 async def test_a_gpu_without_a_fabric_and_without_bridges_has_no_link_trouble(tmp_path: Path) -> None:
-    rig = NvmlRig(tmp_path, gpus=1)
+    rig = NvmlRig(tmp_path, gpus=1, deadline_s=3.0)
     rig.script.set(0, nvlink=0, fabric__state="err:3")
     async with rig:
         await rig.ready()
@@ -243,7 +243,7 @@ async def test_case_1_the_rate_is_told_by_events_while_the_call_that_counts_hang
 
 
 async def test_uncorrectable_errors_are_told_by_how_many_more_there_are(tmp_path: Path) -> None:
-    rig = NvmlRig(tmp_path)
+    rig = NvmlRig(tmp_path, deadline_s=3.0)
     rig.script.set(0, ecc__uncorrected__volatile__sram=5)
     async with rig:
         await rig.ready()

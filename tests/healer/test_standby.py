@@ -17,14 +17,18 @@ from tests.healer.support import POLICY
 from tests.healer.test_daemon import REPOSITORY, SPEC, healer, wait
 
 TTL_S, RENEW_S = 2.0, 0.3
-LEASE = f"  lease: {{store: folder, folder: lease, ttl: {TTL_S:g}s, renew: {RENEW_S * 1000:g}ms, deadline: 400ms, margin: 400ms}}\n"
+LONG_S = 20.0
 LEASE_LOST = 4
 
 
+def lease(ttl_s: float = TTL_S) -> str:
+    return f"  lease: {{store: folder, folder: lease, ttl: {ttl_s:g}s, renew: {RENEW_S * 1000:g}ms, deadline: 400ms, margin: 400ms}}\n"
+
+
 class Pair:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ttl_s: float = TTL_S) -> None:
         self.folder, self.run_dir, self.policy = folder, folder / "run", folder / "policy.yaml"
-        self.policy.write_text(POLICY + SPEC + LEASE)
+        self.policy.write_text(POLICY + SPEC + lease(ttl_s))
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def spawn(self) -> subprocess.Popen[bytes]:
@@ -42,7 +46,7 @@ class Pair:
 
     def status(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = httpx.get(self.address(process) + "/status", timeout=1).json()
+            found: dict[str, Any] = httpx.get(self.address(process) + "/status", timeout=10).json()
         except (httpx.HTTPError, OSError, ValueError):
             return {"state": ""}
         return found
@@ -68,8 +72,9 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
-    found = Pair(tmp_path)
+def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """With the lifetime of a lease that a test may name."""
+    found = Pair(tmp_path, getattr(request, "param", TTL_S))
     try:
         yield found
     finally:
@@ -102,6 +107,7 @@ def test_a_standby_answers_what_it_knows_refuses_orders_and_names_the_holder(pai
     assert pair.status(first)["acts"]
 
 
+@pytest.mark.parametrize("pair", [LONG_S], indirect=True)
 def test_a_holder_that_ends_hands_over_at_once(pair: Pair) -> None:
     first = pair.spawn()
     pair.until(first, "ok")
@@ -111,7 +117,7 @@ def test_a_holder_that_ends_hands_over_at_once(pair: Pair) -> None:
     assert first.wait(10) == 0
     ended = time.monotonic()
     wait(lambda: pair.status(second).get("acts"), "the standby acts")
-    assert time.monotonic() - ended < TTL_S, "it need not wait for the end of a lease that was given back"
+    assert time.monotonic() - ended < LONG_S, "it need not wait for the end of a lease that was given back"
     assert pair.status(second)["lease"]["term"] == 2
 
 
@@ -123,7 +129,7 @@ def test_a_standby_takes_over_from_a_holder_that_was_killed(pair: Pair) -> None:
     os.kill(first.pid, signal.SIGKILL)
     killed = time.monotonic()
     wait(lambda: pair.status(second).get("acts"), "the standby acts")
-    assert time.monotonic() - killed < TTL_S + RENEW_S + 2.0, "the rest is this machine's slowness"
+    assert time.monotonic() - killed < TTL_S + RENEW_S + 15.0, "the rest is this machine's slowness"
     pair.until(second, "ok")
     assert json.loads((pair.run_dir / "healer.json").read_text())["pid"] == second.pid
     pair.kill_rank(second, 2)
@@ -164,7 +170,7 @@ def test_a_standby_takes_over_with_the_policy_as_it_is_then(pair: Pair) -> None:
     second = pair.spawn()
     pair.until(second, "standby")
     before = pair.status(second)["policy_file"]["digest"]
-    pair.policy.write_text(POLICY + SPEC.replace("minRanks: 2", "minRanks: 3") + LEASE)
+    pair.policy.write_text(POLICY + SPEC.replace("minRanks: 2", "minRanks: 3") + lease())
     second.send_signal(signal.SIGHUP)
     wait(lambda: pair.status(second)["policy_file"]["digest"] != before, "read again")
     first.send_signal(signal.SIGTERM)

@@ -2,11 +2,13 @@
 
 Becomes `sitecustomize` of the ranks: which call finds the error first is named by a file `spoil-<place>-<slot>` in the run
 directory; from then on every call to the device fails in that process. With `unreachable` in the file that one call fails, as
-where a peer does not come, and with `waits SLOT` it fails when the process of that slot is dead, as NIXL's connect.
+where a peer does not come, with `stops` the process stands still in it, and with `waits SLOT INCARNATION` it fails when the process of that slot is dead, as NIXL's connect.
 """
 
 import importlib.abc
 import importlib.util
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,15 +49,21 @@ def spoil(owner: Any, name: str, file: Path) -> None:
     setattr(owner, name, call)
 
 
-def refuse(kind: str, slot: str = "") -> None:
+def refuse(kind: str, slot: str = "", incarnation: str = "") -> None:
     import psutil
 
     from elastic.errors import Unreachable
 
-    if kind == "unreachable":
+    if kind == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind in ("unreachable", "stops"):
         raise Unreachable("nobody came", [0])
     lines = [(one, one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
-    at = [one for one, line in lines if option("--run-dir") in line and f"--slot {slot}" in " ".join(line)]
+    at = [
+        one
+        for one, line in lines
+        if option("--run-dir") in line and f"--slot {slot} --incarnation {incarnation}" in " ".join(line)
+    ]
     psutil.wait_procs(at, timeout=60)
     raise Unreachable(f"slot {slot} died", [int(slot)])
 

@@ -88,17 +88,18 @@ async def test_a_joiner_whose_device_fails_is_tried_again_and_costs_nobody(
         assert await owner.answers(prompts) == want
 
 
-async def test_a_joiner_that_cannot_connect_ends_itself_so_that_nobody_waits_for_it(
-    checkpoint: Path, run_dir: Path
+@pytest.mark.parametrize("what", ["unreachable", "stops"])
+async def test_a_joiner_that_cannot_connect_is_ended_while_others_wait_for_it(
+    checkpoint: Path, run_dir: Path, what: str
 ) -> None:
     """On NIXL EP whoever is in a connect to it does nothing else until it is dead, and answers nobody."""
     async with group(checkpoint, run_dir) as owner:
         prompts = random_prompts(4, VOCAB, seed=23)
         want = await owner.answers(prompts)
         members = [owner.member(s) for s in range(3)]
-        (run_dir / "spoil-connect-3").write_text("unreachable")
+        (run_dir / "spoil-connect-3").write_text(what)
         for survivor in range(3):
-            (run_dir / f"spoil-connect-{survivor}").write_text("waits 3")
+            (run_dir / f"spoil-connect-{survivor}").write_text("waits 3 1")
         owner.executor.scale(4, reason="test")
         await owner.executor.settled(deadline_s=30)
         assert owner.member(3).incarnation == 2

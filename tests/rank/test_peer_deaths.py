@@ -25,7 +25,7 @@ async def test_survivors_leave_the_step_that_waits_for_a_dead_peer_before_anybod
             links = owner.executor._group.links
             owner.signal(1, signal.SIGKILL)
             # the exchange itself would wait for 30 s
-            await until(lambda: all(links[s].beat.phase == "parked" for s in (0, 2) if links[s].beat), 5)
+            await until(lambda: all(links[s].beat.phase == "parked" for s in (0, 2) if links[s].beat), 20)
             owner.heals = True
             owner.executor.lose([1], cause="death", detected=asyncio.get_running_loop().time())
         assert [a.tokens for a in traffic.answers] == want

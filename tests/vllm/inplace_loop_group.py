@@ -42,6 +42,8 @@ class Worker(threading.Thread):
         self.dies = False
         self.freed: threading.Event | None = None
         """Of one whose next step waits until this is set, as in a kernel, and has then met a fault."""
+        self.stands = threading.Event()
+        """It waits."""
 
     def run(self) -> None:
         while True:
@@ -74,6 +76,7 @@ class Worker(threading.Thread):
 
         time.sleep(STEP_S)
         if self.freed is not None:
+            self.stands.set()
             self.freed.wait(LIMIT_S)
             self.freed = None
             raise RuntimeError("fault detected in all2all")

@@ -119,7 +119,9 @@ def a_step_that_waits_for_a_live_rank_that_never_began_it_is_freed() -> None:
     group.begun(*asked)
     listener = Listener(os.getpid(), 0, heard)
     try:
-        group.engines[1].model_executor.freed = freed
+        worker = group.engines[1].model_executor
+        worker.freed = freed
+        assert worker.stands.wait(10.0)
         group.kill(0)
         group.serves(group.order([1, 2]))
     finally:

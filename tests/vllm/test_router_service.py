@@ -212,7 +212,7 @@ async def test_a_request_has_its_time_and_no_more(start: Start) -> None:
 
 
 async def test_a_rank_that_says_nothing_for_too_long_is_left(start: Start) -> None:
-    stand = await start(2, limits={"silence_s": 0.3})
+    stand = await start(2, limits={"silence_s": 2.0})
     fault = Fault("stall", 3)
     for rank in stand.ranks.values():
         rank.faults.append(fault)

@@ -35,9 +35,9 @@ WRITE_EVERY_S = 0.0003
 DISCONNECT_S = 10.0
 """15 to 34 ms were seen for each peer on an H200; what takes longer than this never ends."""
 FROZEN_AFTER_S = 1.0
+"""Beyond the deadline of a connect: a thread that still gets Python's lock has given up by then."""
 TAIL_S = 0.5
 """For a connect that was given up: it runs in this process again, or it does not."""
-"""Beyond the deadline of a connect: a thread that still gets Python's lock has given up by then."""
 WAITING_AFTER_S = 0.2
 """A step that runs for so long is taken to wait for its peers; the kernels do not say for whom."""
 

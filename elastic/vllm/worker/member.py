@@ -137,7 +137,8 @@ class Member:
     def _on_dead(self, epoch: int, dead: list[int]) -> None:
         """In the listener's thread, while the main thread may stand in a step."""
         gone = [slot for slot in dead if slot in self.slots.live and slot != self.slot]
-        if not gone or epoch < self.epoch:
+        # this worker's own part of that order has begun, or is over: it releases by itself
+        if not gone or epoch <= self.epoch:
             return
         if torch.cuda.is_available():
             torch.cuda.set_device(self.worker.device)

@@ -200,13 +200,14 @@ class NvmlSensor:
         one of those that are known, else the one that the driver has bound and NVML did not list."""
         listed = {info.uuid for info in line.gpus}
         codes = sorted(broken.code for broken in line.broken if broken.code != OPENING_CODE)
-        opening = len(line.broken) - len(codes)
+        opening = hanging = len(line.broken) - len(codes)
         for track in [track for uuid, track in self._tracks.items() if uuid not in listed]:
             if not codes and opening:
                 opening -= 1  # as long as it hangs, this GPU is silent
                 continue
             code = codes.pop(0) if codes else "not-listed"
-            lost = track.gone(code, line.at, f"NVML: {meaning(code)}", unlisted=True)
+            # beside a GPU that still opens, it is not known which of them this one is
+            lost = track.gone(code, line.at, f"NVML: {meaning(code)}", unlisted=not hanging)
             self._broken(track.gpu, code, lost, line.at)
         unnamed = frozenset(codes)
         if not codes or unnamed == self._unnamed:
