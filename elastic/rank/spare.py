@@ -47,20 +47,26 @@ def stand_by(config: GroupConfig, number: int) -> None:
 
 
 def _ready(config: GroupConfig, number: int) -> tuple[Base, tuple[int, ...]]:
-    own = number % config.max_ranks
-    device, slots = open_device(config, own), tuple(range(config.max_ranks))
+    device, slots = open_device(config, number % config.max_ranks), tuple(range(config.max_ranks))
     if config.on_gpu:
         if config.spare_gpus:
             gpu = config.spare_gpus[number % len(config.spare_gpus)]
             device = open_device(msgspec.structs.replace(config, gpus=(gpu,)), 0)
-            own = sum(config.spare_gpus[n % len(config.spare_gpus)] == gpu for n in range(number))
         slots = slots_of_gpu(config, device.place.index, torch.cuda.device_count())
-    # of the spares of a GPU of their own, each is for the next of its slots
-    own = slots[own % len(slots)] if config.spare_gpus else own
+    own = prepared_for(config, number, slots)
     base = prepare(config, own, device)
     with base.watch.part("kernels"):
         _load_kernels(base)
     return base, (own, *(slot for slot in slots if slot != own))
+
+
+def prepared_for(config: GroupConfig, number: int, slots: tuple[int, ...]) -> int:
+    """The slot whose exchange spare `number` opens, of those that it may take: all of them have one before any has two."""
+    if not config.spare_gpus:
+        return number % config.max_ranks
+    gpus = config.spare_gpus
+    before = sum(gpus[n % len(gpus)] == gpus[number % len(gpus)] for n in range(number))
+    return slots[before % len(slots)]
 
 
 def slots_of_gpu(config: GroupConfig, gpu: int, count: int) -> tuple[int, ...]:

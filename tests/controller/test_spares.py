@@ -21,7 +21,7 @@ from elastic.controller.records import BootFailed, Event, RankGone, SequenceEnde
 from elastic.launch.base import Launched
 from elastic.launch.local import LocalLauncher
 from elastic.paths import log_path
-from elastic.rank.spare import slots_of_gpu
+from elastic.rank.spare import prepared_for, slots_of_gpu
 from elastic.view import Member
 
 VOCAB = 512
@@ -282,3 +282,27 @@ async def until(condition: Callable[[], object], deadline_s: float = 30.0) -> No
     while not condition():
         assert time.monotonic() < end, "not in time"
         await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("spare_gpus", "prepared"),
+    [
+        ((), (0, 1, 2, 3, 0, 1, 2, 3)),
+        ((0, 1), (0, 1, 2, 3, 0, 1, 2, 3)),
+        ((1,), (1, 3, 1, 3)),
+        ((0, 0, 1, 1), (0, 2, 1, 3, 0, 2)),
+    ],
+)
+def test_every_slot_of_a_gpu_has_a_spare_prepared_for_it_before_one_has_two(
+    spare_gpus: tuple[int, ...], prepared: tuple[int, ...]
+) -> None:
+    """Four slots on two GPUs in turn."""
+    sizes = GroupConfig(
+        name="g", run_dir="r", checkpoint="c", ranks=4, max_ranks=4, slots_per_rank=1, spare_gpus=spare_gpus
+    )
+
+    def gpu(number: int) -> int:
+        return spare_gpus[number % len(spare_gpus)] if spare_gpus else number % 4 % 2
+
+    found = [prepared_for(sizes, number, slots_of_gpu(sizes, gpu(number), 2)) for number in range(len(prepared))]
+    assert tuple(found) == prepared
