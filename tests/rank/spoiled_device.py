@@ -10,6 +10,7 @@ import importlib.util
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +53,18 @@ def spoil(owner: Any, name: str, file: Path) -> None:
 def refuse(kind: str, slot: str = "", incarnation: str = "") -> None:
     import psutil
 
+    from elastic import process
     from elastic.errors import Unreachable
 
     if kind == "stops":
         os.kill(os.getpid(), signal.SIGSTOP)
     if kind in ("unreachable", "stops"):
         raise Unreachable("nobody came", [0])
-    lines = [(one, one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
-    at = [
-        one
-        for one, line in lines
-        if option("--run-dir") in line and f"--slot {slot} --incarnation {incarnation}" in " ".join(line)
-    ]
-    psutil.wait_procs(at, timeout=60)
+    mine = f"--run-dir {option('--run-dir')} --slot {slot} --incarnation {incarnation}"
+    lines = {one.pid: " ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])}
+    born = {pid: process.start_time(pid) for pid, line in lines.items() if mine in line}
+    while any(process.is_alive(pid, start) for pid, start in born.items()):
+        time.sleep(0.01)
     raise Unreachable(f"slot {slot} died", [int(slot)])
 
 

@@ -350,10 +350,10 @@ async def test_from_four_ranks_down_to_one_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_nobody_is_left_to_heal(group: InPlaceGroup) -> None:
-    """Last of the file: nothing can be filled after it."""
-    await group.fence([0, 1, 2])
+async def test_nobody_is_left_to_heal(shared: InPlaceGroup) -> None:
+    """Last of the file: nothing can be filled after it. Whoever is there by then, after the tests before it."""
+    await shared.fence([0, 1, 2])
     with pytest.raises(HealFailed):
-        await group.heal([0, 1], timeout_s=1)
-    async with RankClient(group.url(0)) as client:
+        await shared.heal([0, 1], timeout_s=1)
+    async with RankClient(shared.url(0)) as client:
         assert not await client.healthy(deadline_s=1)
