@@ -24,9 +24,10 @@ T = TypeVar("T")
 
 MUTE_SHARE = 1 / 6
 """Of the time for a prepare: a joiner that has not beaten for so long is given up."""
-LINK_MUTE_S = 5.0
-"""Likewise while it connects: after the 4 s in which a joiner that is frozen in its connect ends itself, before the 7 s after which
-ranks end that wait for it (`elastic.rank.member`)."""
+FROZEN_END_S = 1.2
+"""Beyond its deadline a joiner that is frozen in its connect has ended itself (after 1 s: `elastic.rank.comm.nixl_ep`), or is stopped.
+Those that wait for it have more time before they end (`GroupConfig.link_deadline_s`)."""
+BEATS_LOOK_S = 0.2
 
 
 class Joining:
@@ -101,7 +102,7 @@ class Joining:
         try:
             while not calling.done():
                 began = time.monotonic()
-                await asyncio.wait([calling], timeout=limit_s / 4)
+                await asyncio.wait([calling], timeout=min(limit_s / 4, BEATS_LOOK_S))
                 now = time.monotonic()
                 # beats that came while this process stood still lie unread
                 stood_still = now - began > limit_s / 2
@@ -114,8 +115,9 @@ class Joining:
     async def link(self, joiners: dict[int, RankLink], present: Collection[int]) -> dict[int, str]:
         """Connect the EP back ends, joiners first: see `Link`. Returns failures as `prepare`.
 
-        Ranks may stand in a connect to a joiner, and answer nobody, until it comes or is dead (NIXL EP). So a joiner whose own
-        connect has failed is ended at once, also where another one is to blame."""
+        Ranks may stand in a connect to a joiner, and answer nobody, until it comes or is dead (NIXL EP). So a joiner whose
+        connect has failed is ended at once; not where another joiner is to blame, whose end frees them all, since each connects
+        to both in one call."""
         group = self._group
         deadline_s = self._config.prepare_deadline_s + self._config.commit_deadline_s
         new = {s: link.status.peer for s, link in joiners.items()}
@@ -125,9 +127,10 @@ class Joining:
             peers = (*old.values(), *(p for s, p in new.items() if s != slot))
             order = Link(id=link.next_id(), epoch=group.epoch, peers=peers, wait=wait)
             try:
-                return await self._while_it_beats(link, link.call(order, Done, deadline_s=deadline_s), LINK_MUTE_S)
+                limit_s = self._config.link_deadline_s(joins=True) + FROZEN_END_S
+                return await self._while_it_beats(link, link.call(order, Done, deadline_s=deadline_s), limit_s)
             except ElasticError as error:
-                if wait and present:
+                if wait and present and not _accused(error, joiners):
                     self._boots.failed(link, str(error))
                 raise
 

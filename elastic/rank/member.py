@@ -26,9 +26,6 @@ from elastic.view import View
 CONNECT_SHARE = 1 / 6
 """Of the time for a prepare: who is not reached by then hangs, and is named while the others wait."""
 
-LINK_JOINING_S, LINK_SERVING_S, LINK_PEER_S = 3.0, 6.0, 0.2
-"""For the exchange to be connected, and more for each peer: NIXL EP took 7 to 35 ms for one on an H200."""
-
 
 class Laps:
     """How long each part of something took, for one line of the log and the log of works."""
@@ -112,8 +109,7 @@ class Membership:
         if failure is not None and epoch == order.epoch:
             # the order comes twice, and nobody would meet this rank a second time
             raise failure
-        patience_s = LINK_JOINING_S if self._engine.view is None else LINK_SERVING_S
-        deadline_s = min(self._config.prepare_deadline_s * CONNECT_SHARE, patience_s + LINK_PEER_S * len(order.peers))
+        deadline_s = self._config.link_deadline_s(joins=self._engine.view is None)
         try:
             self._link(order.peers, deadline_s, self._overtaken(order.epoch))
         except ElasticError as error:

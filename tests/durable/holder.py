@@ -19,7 +19,7 @@ from tests.durable.crashing_daemon import install
 from tests.durable.points import Points
 from tests.durable.simulated_launcher import SimulatedLauncher
 
-TIMING = Timing(ttl_s=4.0, renew_s=0.3, call_deadline_s=1.0, margin_s=1.0)
+TIMING = Timing(ttl_s=2.5, renew_s=0.2, call_deadline_s=0.6, margin_s=0.5)
 
 
 def run(arguments: tuple[str, ...]) -> None:

@@ -64,7 +64,7 @@ def cases() -> list[Any]:
 @pytest.fixture
 async def quick(fork_server: str) -> AsyncIterator[SimulatedGroup]:
     """A group whose deadlines are short."""
-    group = SimulatedGroup(fork_server, prepare_s=6.0, commit_s=3.0, silent_s=3.0)
+    group = SimulatedGroup(fork_server, prepare_s=12.0, commit_s=3.0, silent_s=3.0)
     try:
         group.spawn()
         await group.settled(range(4))
@@ -103,7 +103,7 @@ async def test_a_joiner_of_a_group_that_stands_is_met_anew_when_another_joiner_d
     fork_server: str, later: int
 ) -> None:
     """Two ranks of four cannot hold every expert: they stand, and in a view that names slots which are empty since."""
-    group = SimulatedGroup(fork_server, prepare_s=6.0, commit_s=3.0, silent_s=3.0, redundant=0, slots=2)
+    group = SimulatedGroup(fork_server, prepare_s=12.0, commit_s=3.0, silent_s=3.0, redundant=0, slots=2)
     try:
         group.spawn()
         await group.settled(range(4))

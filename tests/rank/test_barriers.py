@@ -7,17 +7,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from elastic.client import Traffic, random_prompts
 from elastic.config import GroupConfig
+from elastic.controller.joining import FROZEN_END_S
 from elastic.controller.link import RankLink
 from elastic.errors import NeedsReplan
 from elastic.placement.maps import Placement
 from elastic.protocol import Abort, Commit, Loaded, Peer, Resume
 from elastic.rank.address import Address
+from elastic.rank.comm.nixl_ep import FROZEN_AFTER_S
 from elastic.rank.gate import Gate
-from elastic.rank.member import LINK_JOINING_S, LINK_PEER_S, LINK_SERVING_S, Membership
+from elastic.rank.member import Membership
 from elastic.rank.steplog import WorkLog
 from elastic.view import View
 from tests.controller.test_executor import VOCAB, checkpoint, group, run_dir
@@ -76,8 +79,10 @@ class Exchange:
         return 7
 
 
+CONFIG = GroupConfig(name="g", run_dir="r", checkpoint="c", ranks=2, max_ranks=3, slots_per_rank=1)
+
+
 def membership(ep: Exchange, *, in_view: bool) -> tuple[Membership, Gate, Any]:
-    config = GroupConfig(name="g", run_dir="r", checkpoint="c", ranks=2, max_ranks=3, slots_per_rank=1)
     gate = Gate(lambda: None)
     engine: Any = SimpleNamespace(view=VIEW if in_view else None, recorder=None, works=WorkLog())
     engine.take_view = lambda view, epoch, generation: (
@@ -88,7 +93,7 @@ def membership(ep: Exchange, *, in_view: bool) -> tuple[Membership, Gate, Any]:
         contents=lambda: ((0,),), load_experts=lambda *a, **o: Loaded(), connect=lambda *a, **o: None, disconnect=list
     )
     nothing: Any = SimpleNamespace()
-    return Membership(config, 0, gate, engine, nothing, ep, nothing, weights), gate, engine  # type: ignore[arg-type]
+    return Membership(CONFIG, 0, gate, engine, nothing, ep, nothing, weights), gate, engine  # type: ignore[arg-type]
 
 
 PLACEMENT = Placement(experts=1, capacity=3, slots_per_rank=1, rows=((0, 0, -1),))
@@ -115,10 +120,19 @@ def test_an_overtaken_commit_changes_neither_words_nor_masks() -> None:
 
 
 @pytest.mark.parametrize("in_view", [False, True])
-def test_a_joiner_gives_up_a_connect_before_those_who_serve(in_view: bool) -> None:
-    """Frozen in it, both end at their deadlines; the joiner's end may set the others free."""
+def test_the_deadline_of_a_connect_is_that_of_a_joiner_or_of_those_who_wait_for_it(in_view: bool) -> None:
     ep = Exchange()
     member, _, _ = membership(ep, in_view=in_view)
     member.link(SimpleNamespace(peers=(PEER,), epoch=1))  # type: ignore[arg-type]
-    assert ep.deadlines == [(LINK_SERVING_S if in_view else LINK_JOINING_S) + LINK_PEER_S]
-    assert LINK_JOINING_S + 1 < LINK_SERVING_S
+    assert ep.deadlines == [CONFIG.link_deadline_s(joins=not in_view)]
+
+
+@pytest.mark.parametrize(("prepare_s", "ranks"), [(60.0, 4), (60.0, 64), (30.0, 8), (12.0, 6)])
+def test_a_stopped_joiner_is_ended_before_those_end_that_are_frozen_in_a_connect_to_it(
+    prepare_s: float, ranks: int
+) -> None:
+    """A frozen joiner ends itself before that; one that is stopped cannot."""
+    config = msgspec.structs.replace(CONFIG, prepare_deadline_s=prepare_s, max_ranks=ranks)
+    joiner, waiting = (config.link_deadline_s(joins=joins) + FROZEN_AFTER_S for joins in (True, False))
+    ended = config.link_deadline_s(joins=True) + FROZEN_END_S
+    assert joiner < ended < waiting - 0.5
