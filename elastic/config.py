@@ -38,7 +38,7 @@ CPU_MIN_ROWS = 4
 CAPTURE_STEP = 8
 
 
-LINK_SHARE = 1 / 8
+LINK_SHARE = 1 / 4
 """Of the time for a prepare, for a joiner to connect."""
 LINK_S, LINK_PEER_S = 3.0, 0.2
 
@@ -126,10 +126,10 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
         return 2 if self.on_gpu else 4
 
     def link_deadline_s(self, *, joins: bool) -> float:
-        """For a rank to connect its exchange: 3 s for a joiner, less where a prepare has less time, and twice as long for those that
-        wait for it; 0.2 s more for each possible peer, where NIXL EP took 7 to 35 ms on an H200."""
-        share = 1 if joins else 2
-        return share * min(self.prepare_deadline_s * LINK_SHARE, LINK_S) + LINK_PEER_S * self.max_ranks
+        """For a rank to connect its exchange: for a joiner 3 s and 0.2 s for each possible peer, where NIXL EP took 7 to 35 ms on an
+        H200, or less where a prepare has less time; twice as long for those that wait for it."""
+        joiner_s = min(self.prepare_deadline_s * LINK_SHARE, LINK_S + LINK_PEER_S * self.max_ranks)
+        return joiner_s if joins else 2 * joiner_s
 
     @property
     def root(self) -> Path:

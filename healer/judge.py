@@ -94,7 +94,7 @@ class Judge:
 
     def _recent_deaths(self, now: float) -> dict[GpuRef, list[float]]:
         """For as long as an XID that came with one may be held against the ranks beside it."""
-        keep_s = self.limits.blame_before_s + self.limits.blame_after_s
+        keep_s = self.limits.blame_before_s + self.limits.blame_after_s + self.limits.fault_window_s
         self._deaths = [(gpu, at) for gpu, at in self._deaths if now - at <= keep_s]
         found: dict[GpuRef, list[float]] = {}
         for gpu, at in self._deaths:

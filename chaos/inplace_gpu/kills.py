@@ -34,6 +34,8 @@ ROUND = b"Rearranging experts"
 ROUND_S = 60.0
 ROUND_POLL_S = 0.002
 """A layer is moved in one step of the group, some 10 ms."""
+SPARE = "elastic.vllm.spare"
+"""On the command line of a rank that was one."""
 SPARES_S = 150.0
 SPARE_POLL_S = 0.5
 AFTER_S = 1.0
@@ -188,7 +190,7 @@ async def _judge(
     now = await scene.incarnations()
     survivors = tuple([await _survivor(scene, each, before, moments, clients) for each in rest])
     problems = moments.problems
-    from_spare = (await scene.members())[slot]["pid"] in before.spares
+    from_spare = SPARE in psutil.Process((await scene.members())[slot]["pid"]).cmdline()
     if before.spares and not from_spare:
         problems.append(f"slot {slot} was filled without a spare, though {len(before.spares)} stood by")
     for one in survivors:

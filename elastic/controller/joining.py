@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Coroutine
 from typing import Any, TypeVar
 
+from elastic import process
 from elastic.config import GroupConfig
 from elastic.controller.boots import Boots
 from elastic.controller.group import Group
@@ -28,6 +29,8 @@ FROZEN_END_S = 1.2
 """Beyond its deadline a joiner that is frozen in its connect has ended itself (after 1 s: `elastic.rank.comm.nixl_ep`), or is stopped.
 Those that wait for it have more time before they end (`GroupConfig.link_deadline_s`)."""
 BEATS_LOOK_S = 0.2
+STOPPED, STOPPED_LOOKS = frozenset("Tt"), 4
+"""States of a process (proc(5)), and how many looks in a row must find it so."""
 
 
 class Joining:
@@ -96,9 +99,11 @@ class Joining:
         return tuple(self._group.peer(source) for source in sorted(found))
 
     async def _while_it_beats(self, link: RankLink, call: Coroutine[Any, Any, T], limit_s: float) -> T:
-        """The outcome of the call; Retryable where the rank has not beaten for so long that it hangs."""
+        """The outcome of the call; Retryable where the rank is stopped, or has not beaten for so long that it hangs. Others may wait
+        for it: the first must be known before they are missed themselves."""
         link.beat_at = max(link.beat_at, time.monotonic() - limit_s / 2)
         calling = asyncio.create_task(call)
+        member, stopped = link.member, 0
         try:
             while not calling.done():
                 began = time.monotonic()
@@ -106,8 +111,11 @@ class Joining:
                 now = time.monotonic()
                 # beats that came while this process stood still lie unread
                 stood_still = now - began > limit_s / 2
+                stopped = stopped + 1 if process.state(member.pid, member.pid_start) in STOPPED else 0
+                if not calling.done() and stopped >= STOPPED_LOOKS:
+                    raise Retryable(f"{member}: it is stopped")
                 if not calling.done() and not stood_still and now - link.beat_at > limit_s:
-                    raise Retryable(f"{link.member}: it has not beaten for {limit_s:g} s")
+                    raise Retryable(f"{member}: it has not beaten for {limit_s:g} s")
             return calling.result()
         finally:
             calling.cancel()
@@ -122,13 +130,18 @@ class Joining:
         deadline_s = self._config.prepare_deadline_s + self._config.commit_deadline_s
         new = {s: link.status.peer for s, link in joiners.items()}
         old = {s: group.peer(s) for s in present}
+        met: set[int] = set()
+        """Joiners that are connected to all."""
 
         async def joiner(slot: int, link: RankLink, wait: bool) -> Done:
             peers = (*old.values(), *(p for s, p in new.items() if s != slot))
             order = Link(id=link.next_id(), epoch=group.epoch, peers=peers, wait=wait)
             try:
                 limit_s = self._config.link_deadline_s(joins=True) + FROZEN_END_S
-                return await self._while_it_beats(link, link.call(order, Done, deadline_s=deadline_s), limit_s)
+                done = await self._while_it_beats(link, link.call(order, Done, deadline_s=deadline_s), limit_s)
+                if wait:
+                    met.add(slot)
+                return done
             except ElasticError as error:
                 if wait and present and not _accused(error, joiners):
                     self._boots.failed(link, str(error))
@@ -142,7 +155,14 @@ class Joining:
         _, _, failed = await self._both({s: joiner(s, link, False) for s, link in joiners.items()}, {})
         if not failed:
             waits = {s: joiner(s, link, True) for s, link in joiners.items()}
-            _, _, failed = await self._both(waits, {s: survivor(s) for s in present})
+            try:
+                _, _, failed = await self._both(waits, {s: survivor(s) for s in present})
+            except asyncio.CancelledError:
+                # a rank died: those that stand in a connect must be free to hear of it, and a dead joiner has freed them
+                if all(self._boots.ready.get(slot) is link for slot, link in joiners.items()):
+                    for slot in joiners.keys() - met:
+                        self._boots.failed(joiners[slot], "the group changed while it connected")
+                raise
         return failed
 
     async def stage(self, view: View, joiners: dict[int, RankLink], present: Collection[int]) -> dict[int, str]:

@@ -86,7 +86,8 @@ class Spares:
         fitting = [s for s in self._ready.values() if slot in s.slots]
         # one that may take few slots first: the others stay for what it cannot take
         for spare in sorted(fitting, key=lambda s: (len(s.slots), s.slots[0] != slot, s.number)):
-            del self._ready[spare.number]
+            if self._ready.pop(spare.number, None) is None:
+                continue  # it was taken, or died, while another one was asked
             spare.channel.on_close = lambda _: None
             order = Adopt(id=spare.channel.next_id(), slot=slot, incarnation=incarnation)
             try:

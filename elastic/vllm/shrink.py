@@ -182,7 +182,7 @@ class Shrink:
         the exchange's own timeout. With a dead rank the step is lost anyway. Where all live it may only be long: it is given more
         time, and computed again if it takes still longer."""
         others = [slot for slot in range(self._place.size) if slot != self._place.slot]
-        somebody_died = len(self.order.survivors) < self._place.size
+        somebody_died = bool(set(self._place.live) - set(self.order.survivors))
         late = threading.Timer(ALONE_AFTER_S if somebody_died else LONG_STEP_S, self._release, (others,))
         late.daemon = True
         late.start()

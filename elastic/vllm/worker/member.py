@@ -51,6 +51,7 @@ class Member:
         self.tensor_rank = worker.rank % config.tensor_parallel_size
         self.rank = self.slot * config.tensor_parallel_size + self.tensor_rank
         self.epoch = joining.epoch if joining is not None else 0
+        self._epoch_lock = threading.Lock()
         self.refill: Refill | None = None
         self.sources = "no source of lost experts"
         self._stock_load, worker.load_model = worker.load_model, self._load_model
@@ -137,8 +138,13 @@ class Member:
     def _on_dead(self, epoch: int, dead: list[int]) -> None:
         """In the listener's thread, while the main thread may stand in a step."""
         gone = [slot for slot in dead if slot in self.slots.live and slot != self.slot]
-        # this worker's own part of that order has begun, or is over: it releases by itself
-        if not gone or epoch <= self.epoch:
+        if not gone:
+            return
+        with self._epoch_lock:
+            self._release(epoch, gone)
+
+    def _release(self, epoch: int, gone: list[int]) -> None:
+        if epoch <= self.epoch:
             return
         if torch.cuda.is_available():
             torch.cuda.set_device(self.worker.device)
@@ -179,7 +185,8 @@ class Member:
         def mark(name: str) -> None:
             marks.append(f"{name} {1e3 * (time.monotonic() - began):.0f} ms")
 
-        self.epoch = epoch
+        with self._epoch_lock:  # from here on this worker releases by itself
+            self.epoch = epoch
         self._after_scaling()
         slots = self.slots.with_live(survivors)
         gone = tuple(slot for slot in self.slots.live if slot not in survivors)
