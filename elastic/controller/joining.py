@@ -5,7 +5,7 @@ A joiner that fails, hangs or cannot be reached costs the others nothing, and ea
 
 import asyncio
 import time
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from elastic import process
@@ -124,8 +124,8 @@ class Joining:
         """Connect the EP back ends, joiners first: see `Link`. Returns failures as `prepare`.
 
         Ranks may stand in a connect to a joiner, and answer nobody, until it comes or is dead (NIXL EP). So a joiner whose
-        connect has failed is ended at once; not where another joiner is to blame, whose end frees them all, since each connects
-        to both in one call."""
+        connect has failed is ended at once; not beside a dead joiner, which has freed them all, since each connects to both in one
+        call."""
         group = self._group
         deadline_s = self._config.prepare_deadline_s + self._config.commit_deadline_s
         new = {s: link.status.peer for s, link in joiners.items()}
@@ -143,7 +143,7 @@ class Joining:
                     met.add(slot)
                 return done
             except ElasticError as error:
-                if wait and present and not _accused(error, joiners):
+                if wait and present and _all_live(joiners):
                     self._boots.failed(link, str(error))
                 raise
 
@@ -158,8 +158,8 @@ class Joining:
             try:
                 _, _, failed = await self._both(waits, {s: survivor(s) for s in present})
             except asyncio.CancelledError:
-                # a rank died: those that stand in a connect must be free to hear of it, and a dead joiner has freed them
-                if all(self._boots.ready.get(slot) is link for slot, link in joiners.items()):
+                # a rank died: those that stand in a connect must be free to hear of it
+                if _all_live(joiners):
                     for slot in joiners.keys() - met:
                         self._boots.failed(joiners[slot], "the group changed while it connected")
                 raise
@@ -195,6 +195,11 @@ class Joining:
             else:
                 answers[slot] = result
         return answers, old, failed
+
+
+def _all_live(joiners: Mapping[int, RankLink]) -> bool:
+    """Asked of the kernel: what the events say may be behind."""
+    return all(process.is_alive(link.member.pid, link.member.pid_start) for link in joiners.values())
 
 
 def _accused(error: ElasticError, joiners: Collection[int]) -> dict[int, str]:

@@ -114,7 +114,9 @@ async def test_a_joiner_of_a_group_that_stands_is_met_anew_when_another_joiner_d
         await eventually(lambda: _done(plan), "the fault has hit", 30)
         await group.settled(range(4), deadline_s=30)
         await group.check(range(4))
-        assert {slot: m.incarnation for slot, m in group.members().items()} == {0: 1, FIRST: 2, OTHER: 3, 3: 1}
+        found = {slot: m.incarnation for slot, m in group.members().items()}
+        # the other joiner is kept, unless its own connect has failed before anybody knew of the death
+        assert found in ({0: 1, FIRST: 2, OTHER: 3, 3: 1}, {0: 1, FIRST: 3, OTHER: 3, 3: 1})
     finally:
         await group.end()
 
