@@ -115,7 +115,7 @@ def a_step_that_waits_for_a_live_rank_that_never_began_it_is_freed() -> None:
         if 2 in gone:
             freed.set()
 
-    asked = [group.ask(slot, 100) for slot in (1, 2)]
+    asked = [group.ask(slot, 400) for slot in (1, 2)]
     group.begun(*asked)
     listener = Listener(os.getpid(), 0, heard)
     try:
