@@ -63,7 +63,8 @@ def refuse(kind: str, slot: str = "", incarnation: str = "") -> None:
     mine = f"--run-dir {option('--run-dir')} --slot {slot} --incarnation {incarnation}"
     lines = {one.pid: " ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])}
     born = {pid: process.start_time(pid) for pid, line in lines.items() if mine in line}
-    while any(process.is_alive(pid, start) for pid, start in born.items()):
+    until = time.monotonic() + 60.0
+    while any(process.is_alive(pid, start) for pid, start in born.items()) and time.monotonic() < until:
         time.sleep(0.01)
     raise Unreachable(f"slot {slot} died", [int(slot)])
 
