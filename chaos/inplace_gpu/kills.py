@@ -38,6 +38,8 @@ SPARE = "elastic.vllm.spare"
 """On the command line of a rank that was one."""
 SPARES_S = 150.0
 SPARE_POLL_S = 0.5
+ROOMY = 4
+"""Cores for each rank and spare, from which on a spare that warms up takes nothing from the others."""
 AFTER_S = 1.0
 """What still counts as around an event, after the daemon says that it is over."""
 
@@ -90,8 +92,10 @@ async def case(
     scene: Scene, slot: int, *, under_load: bool, streams: int, in_round: bool = False, quiet: bool = True
 ) -> Case:
     """One death and its refill; `in_round`: when a round of vLLM's balancer has begun, which takes load; `quiet`: no spare warms
-    up beside it. Raises ElasticError where the group does not come back at all."""
-    await _spares_stand_by(scene, all_=quiet)
+    up beside it, if cores are few. Raises ElasticError where the group does not come back at all."""
+    profile = profile_of(scene)
+    roomy = (os.cpu_count() or 1) >= ROOMY * (profile.ranks + profile.spares)
+    await _spares_stand_by(scene, all_=quiet and not roomy)
     slots, before = slots_of(scene), await _look(scene)
     rest = [each for each in slots if each != slot]
     moments, began = _Moments(), time.monotonic()
