@@ -221,6 +221,29 @@ def test_members_that_do_not_come_are_named_and_nobody_waits_longer_than_told(st
     assert time.monotonic() - began < 10
 
 
+def test_an_abort_that_blocks_holds_up_no_other() -> None:
+    """vLLM's communicator of one group blocks while graphs live; the device may stand in a kernel of another group."""
+    release, aborted = threading.Event(), threading.Event()
+    blocking = SimpleNamespace(destroy=lambda: release.wait(60.0))
+    silent = SimpleNamespace(abort=lambda: None)
+    waited_for = SimpleNamespace(abort=aborted.set)
+
+    def coordinator(backend: Any, pynccl: Any) -> Any:
+        group = SimpleNamespace(_get_backend=lambda _: backend)
+        return SimpleNamespace(
+            device="cuda:0", device_group=group, device_communicator=SimpleNamespace(pynccl_comm=pynccl)
+        )
+
+    thread = meeting.abort_device_groups(coordinator(silent, blocking), None, coordinator(waited_for, blocking))
+    try:
+        assert aborted.wait(30.0)
+        assert thread.is_alive()
+    finally:
+        release.set()
+    thread.join(30.0)
+    assert not thread.is_alive()
+
+
 def test_a_group_that_was_left_is_a_group_of_one_and_may_be_left_again() -> None:
     holder = Holder()
     for _ in range(2):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 from elastic.vllm import groups
@@ -88,32 +89,44 @@ def leave(*coordinators: Any) -> None:
 
 
 def abort_device_groups(*coordinators: Any) -> threading.Thread:
-    """Abort the NCCL communicators of groups with a dead member, in a thread: kernels that wait in them end.
+    """Abort the NCCL communicators of groups with a dead member, in threads: kernels that wait in them end.
 
-    Never the collective `destroy`. An abort can block while graphs that captured the communicator live, so nobody waits for the
-    thread for long; it ends with the process.
+    Never the collective `destroy`. An abort can block while graphs that captured the communicator live (vLLM gives it 5 s), so nobody
+    waits for the thread for long; it ends with the process. Nor does one abort wait for another: the one that blocks may not be the
+    one in whose kernel the device stands.
     """
 
     def run() -> None:
-        import torch
-
-        for coordinator in coordinators:
-            if coordinator is None:
-                continue
-            communicator = getattr(coordinator, "device_communicator", None)
-            pynccl = getattr(communicator, "pynccl_comm", None)
-            if pynccl is not None:
-                with contextlib.suppress(Exception):
-                    pynccl.destroy()
-            with contextlib.suppress(Exception):
-                device = torch.device(coordinator.device)
-                backend = coordinator.device_group._get_backend(device)
-                if device.type != "cpu":
-                    backend.abort()
+        present = [coordinator for coordinator in coordinators if coordinator is not None]
+        works = [
+            work for each in present for work in (partial(_abort_device_group, each), partial(_abort_pynccl, each))
+        ]
+        threads = [threading.Thread(target=work, name="healer abort of one", daemon=True) for work in works]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
 
     thread = threading.Thread(target=run, name="healer abort", daemon=True)
     thread.start()
     return thread
+
+
+def _abort_device_group(coordinator: Any) -> None:
+    import torch
+
+    with contextlib.suppress(Exception):
+        device = torch.device(coordinator.device)
+        backend = coordinator.device_group._get_backend(device)
+        if device.type != "cpu":
+            backend.abort()
+
+
+def _abort_pynccl(coordinator: Any) -> None:
+    pynccl = getattr(getattr(coordinator, "device_communicator", None), "pynccl_comm", None)
+    if pynccl is not None:
+        with contextlib.suppress(Exception):
+            pynccl.destroy()
 
 
 def retire(coordinators: tuple[Any, ...]) -> threading.Thread:
