@@ -159,6 +159,13 @@ PARTS: dict[str, tuple[str, Callable[[Run], Awaitable[None]]]] = {
 """In their order: the stock group is ended before the first death in the other one."""
 
 
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
+    return name, value
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m chaos.inplace_gpu",
@@ -181,6 +188,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="between two rounds of vLLM's balancer; few: deaths fall into one",
     )
     add("--spares", type=int, default=0, help="warm spare processes of the group with the plugin; default: none")
+    add(
+        "--env",
+        type=_variable,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="for the ranks of both groups; may be given again",
+    )
     add("--streams", type=int, default=4, help="clients of each rank and of the router; default: %(default)d")
     add("--cycles", type=int, default=20, help="of the part cycles; default: %(default)d")
     add("--windows", type=int, default=6, help="pairs of the part overhead; default: %(default)d")
@@ -206,6 +221,7 @@ def _profile(given: argparse.Namespace, work: Path, *, in_place: bool) -> InPlac
         # one model and one cache for both groups
         caches = {"VLLM_CACHE_ROOT": str(work / "cache"), "TRITON_CACHE_DIR": str(work / "cache/triton")}
         base = dataclasses.replace(base, model=work / "model", env=base.env | caches)
+    base = dataclasses.replace(base, env=base.env | dict(given.env))
     return of(
         base,
         site=work / "site",
@@ -231,6 +247,7 @@ async def benchmark(given: argparse.Namespace, stock: InPlaceProfile, plugin: In
         ranks=given.ranks,
         spares=plugin.spares,
         args=plugin.args,
+        env=dict(given.env),
         streams=given.streams,
         tokens=plugin.tokens,
         began=utc_now(),

@@ -7,6 +7,7 @@ from chaos.inplace_gpu.records import Case, Part, Results
 
 
 def markdown(results: Results) -> str:
+    changed = "".join(f" {name}={value}." for name, value in results.env.items())
     where = "on GPUs" if results.gpus else "on vLLM's servers on a CPU: the harness only"
     lines = [
         f"# Healing inside a running vLLM group {where}",
@@ -14,7 +15,7 @@ def markdown(results: Results) -> str:
         f"{results.began}, {'; '.join(results.gpus) or results.machine.cpu}, "
         + ", ".join(f"{name} {version}" for name, version in sorted(results.versions.items()))
         + f". {results.ranks} ranks, {results.spares} spares, {results.streams} clients of each rank and of the router, {results.tokens} tokens an answer, "
-        "one request after another each. Times since the SIGKILL to engine and workers of the slot.",
+        f"one request after another each.{changed} Times since the SIGKILL to engine and workers of the slot.",
         "",
         "| Part | Took | What it missed |",
         "|---|---|---|",

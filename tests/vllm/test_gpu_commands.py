@@ -39,6 +39,7 @@ def test_without_what_it_needs_the_command_ends_with_one_sentence(
         (benchmark.main, ["--parts", "load,explode"], "unknown: explode"),
         (benchmark.main, ["--ranks", "5"], "invalid choice: 5"),
         (benchmark.main, ["--cycles", "0"], "must be positive"),
+        (benchmark.main, ["--env", "NAME"], "expected NAME=VALUE"),
     ],
 )
 def test_wrong_usage_is_named(

@@ -225,6 +225,7 @@ def results(*parts: Part) -> Results:
         ranks=3,
         args=(),
         spares=0,
+        env={"UCX_CUDA_IPC_CACHE": "n"},
         streams=4,
         tokens=64,
         began="2026-11-30T00:00:00Z",
@@ -245,6 +246,7 @@ def test_the_report_says_when_survivors_were_back_and_what_was_missed() -> None:
     assert "slot 0 captured its graphs again |" in text
     assert "3 samples: median 0.330 s, 95th percentile 0.900 s, longest 0.900 s" in text
     assert "| kills | 99.0 s | one thing |" in text
+    assert "UCX_CUDA_IPC_CACHE=n" in text
 
 
 def test_the_report_compares_stock_and_plugin() -> None:
