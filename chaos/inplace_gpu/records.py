@@ -113,7 +113,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     spares: int
     args: tuple[str, ...]
     """Of the ranks with the plugin."""
-    env: dict[str, str]
+    env: dict[str, str] = {}
     """What was changed in the environment of the ranks of both groups."""
     streams: int
     tokens: int

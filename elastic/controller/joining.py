@@ -153,22 +153,17 @@ class Joining:
             return await link.call(order, Done, deadline_s=deadline_s)
 
         _, _, failed = await self._both({s: joiner(s, link, False) for s, link in joiners.items()}, {})
-        for slot, why in failed.items():
-            self._boots.failed(joiners[slot], why)
-        begun = {s: link for s, link in joiners.items() if s not in failed}
-        if not begun:
-            return failed
-        # beside a dead joiner too: the others have begun, and stand in their connects until everybody has come
-        waits = {s: joiner(s, link, True) for s, link in begun.items()}
-        try:
-            _, _, missed = await self._both(waits, {s: survivor(s) for s in present})
-        except asyncio.CancelledError:
-            # a rank died: those that stand in a connect must be free to hear of it
-            if _all_live(joiners):
-                for slot in joiners.keys() - met:
-                    self._boots.failed(joiners[slot], "the group changed while it connected")
-            raise
-        return missed | failed
+        if not failed:
+            waits = {s: joiner(s, link, True) for s, link in joiners.items()}
+            try:
+                _, _, failed = await self._both(waits, {s: survivor(s) for s in present})
+            except asyncio.CancelledError:
+                # a rank died: those that stand in a connect must be free to hear of it
+                if _all_live(joiners):
+                    for slot in joiners.keys() - met:
+                        self._boots.failed(joiners[slot], "the group changed while it connected")
+                raise
+        return failed
 
     async def stage(self, view: View, joiners: dict[int, RankLink], present: Collection[int]) -> dict[int, str]:
         """Lay the next view down on all sides. Returns failures as `prepare`."""
