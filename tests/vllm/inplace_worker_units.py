@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from vllm.v1.worker.gpu import dp_utils as dp_utils_v2
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from elastic.vllm import groups
-from elastic.vllm.worker import dp_sync, experts, meeting
+from elastic.vllm.worker import dp_sync, experts, meeting, member
 from elastic.vllm.worker.meeting import Meeting
 from elastic.vllm.worker.slots import Slots
 
@@ -276,3 +277,30 @@ def test_the_balancers_thread_ends_without_a_word_that_would_be_taken_for_a_fail
     assert found._runner.eep_eplb_suppressed
     assert found.may_balance
     assert (state.async_worker, said) == (None, [])
+
+
+# --- the host copy -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_joiner_of_vllms_own_scaling_writes_no_dummies_into_the_host_copy(
+    monkeypatch: pytest.MonkeyPatch, joins: bool
+) -> None:
+    """It loads dummy weights and gets its experts from the others, so what it holds then must never be taken for an expert."""
+    path = Path(f"/dev/shm/healer-test-dummies-{os.getpid()}")
+    monkeypatch.setenv("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", str(int(joins)))
+    monkeypatch.setenv(member.COPY_VARIABLE, str(path))
+    own = object.__new__(experts.Experts)
+    own.rank, own.rows, own.experts, own.copy = 0, 2, 2, None
+    own.weights = [[torch.ones(2, 8)]]
+    own.model_state = SimpleNamespace(physical_to_logical_map=torch.tensor([[0, 1]]))
+    worker = object.__new__(member.Member)
+    worker.joining, worker._experts = None, own
+    worker.worker = SimpleNamespace(model_config=SimpleNamespace(compute_hash=lambda: "tiny"))
+    try:
+        worker.keep_copy()
+        assert own.copy is not None
+        assert own.copy.absent() == (2 if joins else 0)
+        own.copy.close()
+    finally:
+        path.unlink(missing_ok=True)

@@ -124,13 +124,16 @@ class Member:
 
     def keep_copy(self) -> str:
         """Open the host copy, and write this rank's part of it. Raises ElasticError."""
+        from vllm import envs
+
         experts, path = self.experts, os.environ.get(COPY_VARIABLE)
         if not path:
             return "no host copy of experts"
         began = time.monotonic()
         model = str(self.worker.model_config.compute_hash())
-        # what a joiner's rows hold is known when it has its map
-        written = experts.keep_copy(Path(path), model, layout_only=self.joining is not None)
+        # A joiner's rows hold dummies until it has its map: of a refill, and of vLLM's own scaling, which does not name an order.
+        joins = self.joining is not None or envs.VLLM_ELASTIC_EP_SCALE_UP_LAUNCH
+        written = experts.keep_copy(Path(path), model, layout_only=joins)
         return f"host copy: {written / 2**20:.1f} MiB written in {time.monotonic() - began:.2f} s"
 
     # --- a death -----------------------------------------------------------------------------------------------------------
@@ -222,6 +225,7 @@ class Member:
         )
         if not balanced:
             detail += "; the balancer's thread has not ended"
+        log.info("[in-place] %s", detail)
         return Vote(True, detail)
 
     def _after_scaling(self) -> None:
