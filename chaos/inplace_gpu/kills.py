@@ -94,7 +94,7 @@ async def case(
     """One death and its refill; `in_round`: when a round of vLLM's balancer has begun, which takes load; `quiet`: no spare warms
     up beside it, if cores are few. Raises ElasticError where the group does not come back at all."""
     profile = profile_of(scene)
-    roomy = (os.cpu_count() or 1) >= ROOMY * (profile.ranks + profile.spares)
+    roomy = len(os.sched_getaffinity(0)) >= ROOMY * (profile.ranks + profile.spares)
     await _spares_stand_by(scene, all_=quiet and not roomy)
     slots, before = slots_of(scene), await _look(scene)
     rest = [each for each in slots if each != slot]
