@@ -30,6 +30,8 @@ from elastic.vllm.worker.interface import RefillOrder
 
 POLL_S = 0.02
 COORDINATION_S = 5.0
+ABANDON_S = 0.2
+"""To tell ranks of which one is dead that a refill is off: the others may stand in a step with it until the shrink that comes next."""
 INFO_S = 3.0
 LOOK_S = 1.0
 """Between two looks at the survivors of a refill."""
@@ -239,7 +241,7 @@ async def refill(
     source = known[0]
     if any(info.refill for info in known):
         # of a controller that died meanwhile
-        await _abandon(clients, coordination, live, epoch)
+        await _abandon(clients, coordination, live, epoch, COORDINATION_S)
     order = RefillOrder(epoch, live, (joiner,), live[0], "", 0, limits.prepare_s)
     clock = _Clock()
     try:
@@ -259,7 +261,10 @@ async def refill(
         await _ready(clients, ranks, coordination, order, limits.prepare_s)
         clock.lap("prepare")
     except (ElasticError, asyncio.CancelledError) as error:
-        await asyncio.shield(_abandon(clients, coordination, live, epoch))
+        # whoever cancels has something more urgent to do
+        hurry = isinstance(error, asyncio.CancelledError) or not all(ranks.alive(slot) for slot in live)
+        deadline_s = ABANDON_S if hurry else COORDINATION_S
+        await asyncio.shield(_abandon(clients, coordination, live, epoch, deadline_s))
         if isinstance(error, asyncio.CancelledError):
             raise
         raise RefillFailed(f"slot {joiner}: {error}") from error
@@ -309,11 +314,11 @@ async def _ready(
     until = looked + limit_s
     while not keys <= set((info := await coordination.info(deadline_s=COORDINATION_S)).refill_keys):
         _check_joiner(info, ranks, joiner, until, "did not prepare")
+        if dead := [slot for slot in order.live if not ranks.alive(slot)]:
+            raise RefillFailed(f"slot {dead[0]} has died meanwhile")
         if time.monotonic() - looked > LOOK_S:
             looked = time.monotonic()
             for slot in order.live:
-                if not ranks.alive(slot):
-                    raise RefillFailed(f"slot {slot} has died meanwhile")
                 with contextlib.suppress(NoAnswer):
                     found = await engine_info(clients[slot])
                     if found.refill_error:
@@ -335,9 +340,9 @@ async def _commit(
 
 
 async def _abandon(
-    clients: Mapping[int, RankClient], coordination: Coordination, live: Collection[int], epoch: int
+    clients: Mapping[int, RankClient], coordination: Coordination, live: Collection[int], epoch: int, deadline_s: float
 ) -> None:
     """What cannot be told is found out by the next order, which every engine compares with what it knows."""
     abort = RefillAbort(epoch)
-    calls = [clients[slot].refill_abort(abort, deadline_s=COORDINATION_S) for slot in live]
+    calls = [clients[slot].refill_abort(abort, deadline_s=deadline_s) for slot in live]
     await asyncio.gather(*calls, coordination.end(keep=False, deadline_s=COORDINATION_S), return_exceptions=True)

@@ -259,6 +259,8 @@ def healer_refill_abort(engine: Any, epoch: int) -> dict[str, Any]:
     state = engine.eep_scaling_state
     if not isinstance(state, Survivor):
         return _answer(engine, epoch, True, "nothing to abort")
+    if state.order.epoch > epoch:
+        return _answer(engine, epoch, False, f"epoch {state.order.epoch} is being prepared", refused=Refusal.STALE)
     if state.commit_requested:
         return _answer(engine, epoch, False, "it is being committed", refused=Refusal.WRONG_STATE)
     place = place_of(engine)

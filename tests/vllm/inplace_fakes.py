@@ -53,6 +53,9 @@ class FakeRanks:
         self.told: list[tuple[str, int]] = []
         self.refill_error = ""
         self.commit_fails = False
+        self.prepares = asyncio.Event()
+        self.stands_in_a_step = asyncio.Event()
+        """Set: whoever lives answers no abort, since its engine waits for a dead one."""
 
     def alive(self, slot: int) -> bool:
         return slot not in self.dead
@@ -67,6 +70,8 @@ class FakeRanks:
                 raise httpx.ConnectError("refused", request=request)
             what = request.url.path.removeprefix("/v1/healer/in-place").strip("/")
             self.told.append((what, slot))
+            if what == "refill/abort" and self.stands_in_a_step.is_set():
+                await asyncio.sleep(3600)
             return self._serve(slot, what, request.content)
 
         return answer
@@ -84,6 +89,7 @@ class FakeRanks:
         if what == "refill/prepare":
             prepare = msgspec.json.decode(body, type=RefillPrepare)
             self.epoch[slot] = prepare.epoch
+            self.prepares.set()
             self.mute |= self.mute_once_prepared & {slot}
             return httpx.Response(200, content=msgspec.json.encode(RefillAnswer(prepare.epoch, slot, True, "key")))
         epoch = json.loads(body)["epoch"]

@@ -233,6 +233,8 @@ def a_preparation_that_is_aborted_or_fails_leaves_the_engines_serving() -> None:
     refused = group.all([0], "healer_refill_commit", group.epoch)[0]
     assert "did not come" in refused["detail"]
     order = group.prepare([0], 1)
+    late = group.all([0], "healer_refill_abort", group.epoch - 1)[0]
+    assert (late["ok"], late["refused"]) == (False, Refusal.STALE)
     group.enter(order, group.join(order))
     group.commit(order)
     group.right(asked, group.ask(1, 6))

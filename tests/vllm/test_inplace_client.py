@@ -141,11 +141,11 @@ async def test_nobody_left_is_an_error_and_not_a_wait() -> None:
 LIMITS = RefillLimits(hello_s=0.2, prepare_s=0.4, commit_s=1.0, serve_s=1.0)
 
 
-async def fill(ranks: FakeRanks, coordination: FakeCoordination) -> driver.Refilled:
+async def fill(ranks: FakeRanks, coordination: FakeCoordination, limits: RefillLimits = LIMITS) -> driver.Refilled:
     async def launch(info: CoordinationInfo) -> RankClient:
         return client(fixed(200, ""), 1)
 
-    return await driver.refill(ranks.clients, ranks, coordination, [0, 2], 1, launch, epoch=1, limits=LIMITS)
+    return await driver.refill(ranks.clients, ranks, coordination, [0, 2], 1, launch, epoch=1, limits=limits)
 
 
 async def test_a_refill_touches_the_survivors_after_the_joiners_first_word_only(tmp_path: Path) -> None:
@@ -194,6 +194,26 @@ async def test_a_survivor_that_is_too_busy_to_answer_does_not_cost_the_joiner_it
     async with FakeCoordination(tmp_path, "hello").listening() as coordination:
         with pytest.raises(RefillFailed, match="the joiner did not prepare in time"):
             await fill(ranks, coordination)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_second_death_ends_a_refill_before_the_others_have_left_the_step_in_which_they_wait_for_the_dead(
+    tmp_path: Path, cancelled: bool
+) -> None:
+    ranks = FakeRanks([0, 2])
+    ranks.stands_in_a_step.set()
+    async with FakeCoordination(tmp_path, "hello").listening() as coordination:
+        work = asyncio.create_task(fill(ranks, coordination, RefillLimits(5.0, 60.0, 1.0, 1.0)))
+        await asyncio.wait_for(ranks.prepares.wait(), 30)
+        began = time.monotonic()
+        if cancelled:
+            work.cancel()
+        else:
+            ranks.dead.add(2)
+        with pytest.raises(asyncio.CancelledError if cancelled else RefillFailed):
+            await work
+        assert time.monotonic() - began < driver.COORDINATION_S / 2
+    assert ("refill/abort", 0) in ranks.told
 
 
 async def test_a_commit_that_fails_on_one_rank_is_told_apart_from_a_refill_that_changed_nothing(tmp_path: Path) -> None:
