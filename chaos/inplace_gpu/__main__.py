@@ -23,6 +23,9 @@ from chaos.vllm_gpu.scene import Scene
 NAME = "inplace-gpu"
 END_S = 25.0
 """Of the budget, kept for the end of all processes and the logs."""
+SECOND_AFTER_S = (0.5, 2.5, 4.5, 6.0)
+"""A joiner from a spare takes 4 to 8 s on an H200 from the others' first step to the commit; where it has served already, the second
+death is one of a whole group."""
 PORTS = 40
 """Between the two groups' ports."""
 
@@ -106,7 +109,7 @@ async def _restart(run: Run) -> None:
     run.add(figures=figures, load=load.report(), sequences=run.stock.sequences(began, began))
 
 
-async def _kills(run: Run, slots: Sequence[int], **how: bool) -> None:
+async def _kills(run: Run, slots: Sequence[int], **how: Any) -> None:
     """`how`: of `kills.case`."""
     run.add(figures={"ready_s": (await run.alone())["ready_s"]})
     for slot in slots:
@@ -123,6 +126,14 @@ async def _idle(run: Run) -> None:
 
 async def _round(run: Run) -> None:
     await _kills(run, kills.slots_of(run.plugin), under_load=True, in_round=True)
+
+
+async def _second(run: Run) -> None:
+    """Each slot once as the second one, at a later moment each time."""
+    ranks = run.given.ranks
+    for number, after_s in enumerate(SECOND_AFTER_S):
+        slot = (number + 1) % ranks
+        await _kills(run, [number % ranks], under_load=True, second=kills.Second(slot, after_s))
 
 
 async def _scale(run: Run) -> None:
@@ -143,7 +154,7 @@ async def _cycles(run: Run) -> None:
     try:
         await _kills(run, [cycle % last for cycle in range(run.given.cycles)], under_load=True, quiet=False)
     finally:
-        figures, grown = growth.memory(run.current.cases, last)
+        figures, grown = growth.held(run.current.cases, last)
         run.add(figures=run.current.figures | figures, error=grown)
 
 
@@ -153,6 +164,7 @@ PARTS: dict[str, tuple[str, Callable[[Run], Awaitable[None]]]] = {
     "load": ("SIGKILL of each slot under load", _load),
     "idle": ("SIGKILL of each slot of an idle group", _idle),
     "round": ("SIGKILL of each slot when a round of vLLM's balancer has begun", _round),
+    "second": ("SIGKILL of another slot while one is being filled", _second),
     "scale": ("vLLM's own scaling after the refills", _scale),
     "cycles": ("deaths and refills under load, again and again", _cycles),
 }
@@ -206,8 +218,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--spares must not be negative")
     if min(given.streams, given.cycles, given.windows) < 1 or given.window <= 0:
         parser.error("--streams, --cycles, --windows and --window must be positive")
-    # stub workers have no balancer
-    given.parts = tuple(part for part in PARTS if part in given.parts and (part, given.profile) != ("round", "cpu"))
+    # stub workers have no balancer, and two ranks at least are to be left
+    never = {"round" if given.profile == "cpu" else "", "second" if given.ranks < MOST_RANKS else ""}
+    given.parts = tuple(part for part in PARTS if part in given.parts and part not in never)
     return given
 
 

@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from chaos.vllm_gpu.load import reference
 from chaos.vllm_gpu.scene import Scene
 from elastic.errors import ElasticError
 from elastic.paths import log_path
+from elastic.vllm.client import NoAnswer, RankClient
+from elastic.vllm.driver import engine_info
 from healer.targets.vllm.processes import log_name
 
 HEAL_S = 120.0
@@ -56,6 +58,15 @@ class _Before:
     """Pids of those that stood by."""
 
 
+@dataclass(frozen=True)
+class Second:
+    """Another death, while the first one's slot is being filled."""
+
+    slot: int
+    after_s: float
+    """Since the others have begun to prepare for the joiner."""
+
+
 @dataclass
 class _Moments:
     """On the monotonic clock; 0: not reached."""
@@ -89,10 +100,18 @@ async def start(scene: Scene) -> dict[str, Any]:
 
 
 async def case(
-    scene: Scene, slot: int, *, under_load: bool, streams: int, in_round: bool = False, quiet: bool = True
+    scene: Scene,
+    slot: int,
+    *,
+    under_load: bool,
+    streams: int,
+    in_round: bool = False,
+    quiet: bool = True,
+    second: Second | None = None,
 ) -> Case:
     """One death and its refill; `in_round`: when a round of vLLM's balancer has begun, which takes load; `quiet`: no spare warms
-    up beside it, if cores are few. Raises ElasticError where the group does not come back at all."""
+    up beside it, if cores are few; `second`: all is told since that death. Raises ElasticError where the group does not come back
+    at all."""
     profile = profile_of(scene)
     roomy = len(os.sched_getaffinity(0)) >= ROOMY * (profile.ranks + profile.spares)
     await _spares_stand_by(scene, all_=quiet and not roomy)
@@ -106,10 +125,14 @@ async def case(
             await asyncio.sleep(SETTLE_S)
         if in_round:
             await _round_begins([_log_file(scene, each, before.incarnations[each]) for each in slots])
-        moments.event = time.monotonic()
-        for pid in before.pids[slot]:
-            os.kill(pid, signal.SIGKILL)
+        moments.event = _kill(before.pids[slot])
         moments.healed = await _until_live(scene, rest, before)
+        if second is not None:
+            await _prepares(scene, rest[0])
+            await asyncio.sleep(second.after_s)
+            rest.remove(second.slot)
+            moments.event = _kill(before.pids[second.slot])
+            moments.healed = await _until_live(scene, rest, before)
         if clients is not None:
             moments.answered = await clients.answered(rest, 1, ANSWER_S)
         else:
@@ -123,8 +146,30 @@ async def case(
             await asyncio.sleep(SETTLE_S)
         else:
             await _ask(scene, slots)
-    found = await _judge(scene, slot, before, moments, clients, began)
-    return msgspec.structs.replace(found, in_round=in_round)
+    found = await _judge(scene, slot, rest, before, moments, clients, began)
+    if second is None:
+        return msgspec.structs.replace(found, in_round=in_round)
+    return msgspec.structs.replace(found, second=second.slot, second_after_s=second.after_s)
+
+
+def _kill(pids: Collection[int]) -> float:
+    """Returns when."""
+    now = time.monotonic()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    return now
+
+
+async def _prepares(scene: Scene, slot: int) -> None:
+    """Until this survivor has begun to prepare for a joiner. Raises ElasticError."""
+    until, client = time.monotonic() + scene.profile.start_s, RankClient(scene.url(slot))
+    async with client:
+        while time.monotonic() < until:
+            with contextlib.suppress(NoAnswer):
+                if (await engine_info(client)).refill:
+                    return
+            await asyncio.sleep(POLL_S)
+    raise ElasticError(f"slot {slot} did not begin to prepare for a joiner")
 
 
 async def _look(scene: Scene) -> _Before:
@@ -188,9 +233,14 @@ async def _ask(scene: Scene, slots: Collection[int]) -> None:
 
 
 async def _judge(
-    scene: Scene, slot: int, before: _Before, moments: _Moments, clients: Clients | None, began: float
+    scene: Scene,
+    slot: int,
+    rest: Sequence[int],
+    before: _Before,
+    moments: _Moments,
+    clients: Clients | None,
+    began: float,
 ) -> Case:
-    rest = [each for each in slots_of(scene) if each != slot]
     now = await scene.incarnations()
     survivors = tuple([await _survivor(scene, each, before, moments, clients) for each in rest])
     problems = moments.problems
@@ -248,7 +298,7 @@ async def _survivor(scene: Scene, slot: int, before: _Before, moments: _Moments,
         same_process=pids == before.pids[slot],
         captures=graphs.captures(lines),
         modes=graphs.modes(lines),
-        memory_mb=_resident_mb(pids),
+        **_held(pids),
     )
 
 
@@ -280,12 +330,16 @@ def _log(scene: Scene, slot: int, incarnation: int) -> list[str]:
     return []
 
 
-def _resident_mb(pids: Collection[int]) -> float:
-    found = 0.0
+def _held(pids: Collection[int]) -> dict[str, Any]:
+    """Of processes: fields of a Survivor. Pages of files and of shared memory that a process has touched count as shared."""
+    memory, shared, threads, files = 0.0, 0.0, 0, 0
     for pid in pids:
         with contextlib.suppress(psutil.Error):
-            found += psutil.Process(pid).memory_info().rss / 1e6
-    return round(found, 1)
+            process = psutil.Process(pid)
+            found = process.memory_info()
+            memory, shared = memory + (found.rss - found.shared) / 1e6, shared + found.shared / 1e6
+            threads, files = threads + process.num_threads(), files + process.num_fds()
+    return {"memory_mb": round(memory, 1), "shared_mb": round(shared, 1), "threads": threads, "files": files}
 
 
 def gpu_memory_mb() -> tuple[int, ...]:

@@ -37,7 +37,12 @@ class Survivor(msgspec.Struct, frozen=True, kw_only=True):
     modes: dict[str, int]
     """Steps by graph mode, from the signal on; empty where vLLM does not say."""
     memory_mb: float
-    """Resident, of engine and workers, after the refill."""
+    """Resident and anonymous, of engine and workers, after the refill."""
+    shared_mb: float = 0.0
+    """Resident pages of files and of shared memory: each rank touches more of the host copy of experts as they move."""
+    threads: int = 0
+    files: int = 0
+    """Open ones."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +52,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     under_load: bool
     in_round: bool = False
     """The signal was sent when a round of vLLM's balancer had begun."""
+    second: int | None = None
+    """Another slot that was killed while this one was being filled: moments are told since then."""
+    second_after_s: float = 0.0
+    """Since the others had begun to prepare for the joiner."""
     killed: int
-    """Processes."""
+    """Processes of `slot`."""
     healed_s: float
     """Until the daemon says that the others are the group."""
     answered_s: float
@@ -56,7 +65,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     filled_s: float
     """Until the slot serves again."""
     from_spare: bool = False
-    """The slot's new rank was a warm spare before."""
+    """The new rank in `slot` was a warm spare before."""
     survivors: tuple[Survivor, ...]
     victim_errors: int
     """Of clients that ask the dead rank itself."""

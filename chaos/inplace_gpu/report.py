@@ -82,8 +82,8 @@ def _cases(cases: Sequence[Case]) -> list[str]:
             for mode, count in one.modes.items():
                 modes[mode] = modes.get(mode, 0) + count
         cells = (
-            str(case.slot),
-            "round of the balancer" if case.in_round else "load" if case.under_load else "idle",
+            str(case.slot) if case.second is None else f"{case.slot}, then {case.second}",
+            _when(case),
             f"{case.healed_s:.2f} s",
             _list(silence.ended_s for silence in heal),
             _list(silence.took_s for silence in heal),
@@ -105,6 +105,12 @@ def _cases(cases: Sequence[Case]) -> list[str]:
             f"percentile {percentile(first, 0.95):.3f} s, longest {max(first):.3f} s.",
         ]
     return lines
+
+
+def _when(case: Case) -> str:
+    if case.second is not None:
+        return f"load, {case.second_after_s:g} s into the refill"
+    return "round of the balancer" if case.in_round else "load" if case.under_load else "idle"
 
 
 def _gpu(case: Case) -> str:

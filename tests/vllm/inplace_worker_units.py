@@ -228,13 +228,6 @@ def test_an_abort_that_blocks_holds_up_no_other() -> None:
     blocking = SimpleNamespace(destroy=lambda: release.wait(60.0))
     silent = SimpleNamespace(abort=lambda: None)
     waited_for = SimpleNamespace(abort=aborted.set)
-
-    def coordinator(backend: Any, pynccl: Any) -> Any:
-        group = SimpleNamespace(_get_backend=lambda _: backend)
-        return SimpleNamespace(
-            device="cuda:0", device_group=group, device_communicator=SimpleNamespace(pynccl_comm=pynccl)
-        )
-
     thread = meeting.abort_device_groups(coordinator(silent, blocking), None, coordinator(waited_for, blocking))
     try:
         assert aborted.wait(30.0)
@@ -243,6 +236,31 @@ def test_an_abort_that_blocks_holds_up_no_other() -> None:
         release.set()
     thread.join(30.0)
     assert not thread.is_alive()
+
+
+def coordinator(backend: Any, pynccl: Any) -> Any:
+    group = SimpleNamespace(_get_backend=lambda _: backend)
+    return SimpleNamespace(device="cuda:0", device_group=group, device_communicator=SimpleNamespace(pynccl_comm=pynccl))
+
+
+def test_a_communicator_is_aborted_once_however_often_its_group_is_given_up() -> None:
+    """ncclCommAbort of the same communicator twice at once is undefined; two deaths at once, or a refill that is given up, ask for it."""
+    release, aborts = threading.Event(), list[str]()
+
+    def destroy() -> None:
+        aborts.append("pynccl")
+        release.wait(60.0)
+
+    held = coordinator(SimpleNamespace(abort=lambda: aborts.append("group")), SimpleNamespace(destroy=destroy))
+    later, held.device_group = held.device_group, None  # still being made
+    threads = [meeting.abort_device_groups(held)]
+    held.device_group = later
+    threads += [meeting.abort_device_groups(held) for _ in range(3)]
+    threads.append(meeting.retire((held,)))
+    release.set()
+    for thread in threads:
+        thread.join(30.0)
+    assert sorted(aborts) == ["group", "pynccl"]
 
 
 def test_a_group_that_was_left_is_a_group_of_one_and_may_be_left_again() -> None:

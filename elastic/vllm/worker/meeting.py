@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple
 
 from elastic.vllm import groups
@@ -88,45 +87,57 @@ def leave(*coordinators: Any) -> None:
                 manager.cpu_group = coordinator.cpu_group
 
 
+_aborts = threading.Lock()
+
+
 def abort_device_groups(*coordinators: Any) -> threading.Thread:
     """Abort the NCCL communicators of groups with a dead member, in threads: kernels that wait in them end.
 
     Never the collective `destroy`. An abort can block while graphs that captured the communicator live (vLLM gives it 5 s), so nobody
     waits for the thread for long; it ends with the process. Nor does one abort wait for another: the one that blocks may not be the
-    one in whose kernel the device stands.
+    one in whose kernel the device stands. Any thread; a communicator that has been aborted, or is being, is not aborted again.
     """
+    with _aborts:
+        threads = [thread for each in coordinators if each is not None for thread in _aborts_of(each)]
 
-    def run() -> None:
-        present = [coordinator for coordinator in coordinators if coordinator is not None]
-        works = [
-            work for each in present for work in (partial(_abort_device_group, each), partial(_abort_pynccl, each))
-        ]
-        threads = [threading.Thread(target=work, name="healer abort of one", daemon=True) for work in works]
-        for one in threads:
-            one.start()
+    def wait() -> None:
         for one in threads:
             one.join()
 
-    thread = threading.Thread(target=run, name="healer abort", daemon=True)
+    thread = threading.Thread(target=wait, name="healer abort", daemon=True)
     thread.start()
     return thread
 
 
-def _abort_device_group(coordinator: Any) -> None:
+def _aborts_of(coordinator: Any) -> list[threading.Thread]:
+    """Of what it has by now: one that is still being made may have more later."""
+    known: dict[int, threading.Thread] = coordinator.__dict__.setdefault("healer_aborts", {})
+    group = getattr(coordinator, "device_group", None)
+    pynccl = getattr(getattr(coordinator, "device_communicator", None), "pynccl_comm", None)
+    works = (
+        (group, lambda: _abort_device_group(coordinator.device, group)),
+        (pynccl, lambda: _abort_pynccl(pynccl)),
+    )
+    for target, work in works:
+        if target is not None and id(target) not in known:
+            known[id(target)] = threading.Thread(target=work, name="healer abort of one", daemon=True)
+            known[id(target)].start()
+    return list(known.values())
+
+
+def _abort_device_group(device: Any, group: Any) -> None:
     import torch
 
     with contextlib.suppress(Exception):
-        device = torch.device(coordinator.device)
-        backend = coordinator.device_group._get_backend(device)
-        if device.type != "cpu":
+        found = torch.device(device)
+        backend = group._get_backend(found)
+        if found.type != "cpu":
             backend.abort()
 
 
-def _abort_pynccl(coordinator: Any) -> None:
-    pynccl = getattr(getattr(coordinator, "device_communicator", None), "pynccl_comm", None)
-    if pynccl is not None:
-        with contextlib.suppress(Exception):
-            pynccl.destroy()
+def _abort_pynccl(pynccl: Any) -> None:
+    with contextlib.suppress(Exception):
+        pynccl.destroy()
 
 
 def retire(coordinators: tuple[Any, ...]) -> threading.Thread:

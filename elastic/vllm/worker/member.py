@@ -56,7 +56,6 @@ class Member:
         self.sources = "no source of lost experts"
         self._stock_load, worker.load_model = worker.load_model, self._load_model
         self._experts: Experts | None = None
-        self._aborting: threading.Thread | None = None
         dp_sync.table.set(self.slots)
         dp_sync.table.on_fault = self._leave_sync
         alone = config.distributed_executor_backend != "uni"
@@ -155,8 +154,7 @@ class Member:
         self._abort()
 
     def _abort(self) -> None:
-        if self._aborting is None:
-            self._aborting = meeting.abort_device_groups(*self.coordinators().values())
+        meeting.abort_device_groups(*self.coordinators().values())
 
     def _leave_sync(self) -> None:
         meeting.leave(self.coordinators()["dp"])
@@ -237,7 +235,6 @@ class Member:
     def _take(self, slots: Slots, sync: Any) -> None:
         """Serve with these slots: whatever comes next uses the new group."""
         self.slots = slots
-        self._aborting = None
         coordinator = self.coordinators()["dp"]
         groups.settle(sync, self.sync_timeout)
         coordinator.cpu_group = sync

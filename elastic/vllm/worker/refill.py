@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.healer.in_place")
 
 POLL_S = 0.005
-ABORT_S = 30.0
 COMMIT_S = 30.0
 """For the barriers of a commit: every member is at a step boundary already."""
 
@@ -52,7 +51,6 @@ class Refill:
         self._columns: dict[int, Map] = {}
         """Of the joiners, by rank."""
         self._communicator: Any = None
-        self._aborting: threading.Thread | None = None
 
     @property
     def runs(self) -> bool:
@@ -194,7 +192,7 @@ class Refill:
             self._cancelled.set()
             ours = self._through and not again
         if not again and not ours:
-            self._aborting = meeting.abort_device_groups(*self._formation.made)
+            meeting.abort_device_groups(*self._formation.made)
         if ours:
             self._thread = threading.Thread(target=self._drop, name="healer refill drop", daemon=True)
             self._thread.start()
@@ -203,9 +201,6 @@ class Refill:
         try:
             self.member.exchange.disconnect(self.joining_ranks)
         finally:
-            if self._aborting is not None:
-                # a communicator must not be aborted twice at once
-                self._aborting.join(ABORT_S)
             meeting.retire(tuple(self._formation.made))
             self._formation.made.clear()
             self._groups, self._communicator = {}, None
