@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from chaos.inplace_gpu import graphs
+from chaos.inplace_gpu import rank_log
 from chaos.inplace_gpu.profile import MOST_RANKS, InPlaceProfile
 from chaos.inplace_gpu.records import Case, Silence, Survivor
 from chaos.inplace_gpu.watch import ROUTER, Clients, silence
@@ -278,6 +278,7 @@ async def _judge(
 
 async def _survivor(scene: Scene, slot: int, before: _Before, moments: _Moments, clients: Clients | None) -> Survivor:
     lines = _log(scene, slot, before.incarnations[slot])[before.lines[slot] :]
+    experts, loaded_mb = rank_log.reloaded(lines)
     pids = await scene.engines(slot)
     heal: Silence | None = None
     refill: Silence | None = None
@@ -296,8 +297,10 @@ async def _survivor(scene: Scene, slot: int, before: _Before, moments: _Moments,
         heal=heal,
         refill=refill,
         same_process=pids == before.pids[slot],
-        captures=graphs.captures(lines),
-        modes=graphs.modes(lines),
+        captures=rank_log.captures(lines),
+        modes=rank_log.modes(lines),
+        reloaded=experts,
+        reloaded_mb=loaded_mb,
         **_held(pids),
     )
 

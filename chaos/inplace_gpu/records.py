@@ -36,6 +36,10 @@ class Survivor(msgspec.Struct, frozen=True, kw_only=True):
     """Of graphs, from the signal on: none is right."""
     modes: dict[str, int]
     """Steps by graph mode, from the signal on; empty where vLLM does not say."""
+    reloaded: int = 0
+    """Experts that the group had lost and loaded again, of all layers."""
+    reloaded_mb: float = 0.0
+    """That this rank loaded, from the host copy."""
     memory_mb: float
     """Resident and anonymous, of engine and workers, after the refill."""
     shared_mb: float = 0.0

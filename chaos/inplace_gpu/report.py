@@ -70,8 +70,8 @@ def _cases(cases: Sequence[Case]) -> list[str]:
     lines = [
         "",
         "| Slot | Load | Others live | First tokens of the others | Their silence | Another answer of each | Slot serves | Silence at the "
-        "refill | Errors at survivors, router, dead rank | Captures | Steps by graph mode | MB | Missed |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "refill | Errors at survivors, router, dead rank | Experts reloaded | Captures | Steps by graph mode | Own MB | Missed |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case in cases:
         heal = [one.heal for one in case.survivors if one.heal is not None]
@@ -91,6 +91,7 @@ def _cases(cases: Sequence[Case]) -> list[str]:
             f"{case.filled_s:.1f} s{', from a spare' if case.from_spare else ''}",
             _list(silence.took_s for silence in refill),
             f"{errors}, {case.router.errors if case.router else '-'}, {case.victim_errors}",
+            _reloaded(case),
             str(sum(one.captures for one in case.survivors)),
             ", ".join(f"{mode} {count}" for mode, count in sorted(modes.items())) or "-",
             " ".join(f"{one.memory_mb:.0f}" for one in case.survivors) + _gpu(case),
@@ -111,6 +112,11 @@ def _when(case: Case) -> str:
     if case.second is not None:
         return f"load, {case.second_after_s:g} s into the refill"
     return "round of the balancer" if case.in_round else "load" if case.under_load else "idle"
+
+
+def _reloaded(case: Case) -> str:
+    experts = max((one.reloaded for one in case.survivors), default=0)
+    return f"{experts}, {sum(one.reloaded_mb for one in case.survivors):.0f} MB" if experts else "0"
 
 
 def _gpu(case: Case) -> str:

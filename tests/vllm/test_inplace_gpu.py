@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from chaos.inplace_gpu import __main__ as benchmark
-from chaos.inplace_gpu import graphs, growth, kills, overhead
+from chaos.inplace_gpu import growth, kills, overhead, rank_log
 from chaos.inplace_gpu.profile import distribution, of
 from chaos.inplace_gpu.records import Case, Compared, Part, Results, Silence, Survivor, Window
 from chaos.inplace_gpu.report import markdown, percentile
@@ -85,9 +85,18 @@ def test_a_capture_and_an_eager_step_are_read_from_a_ranks_log() -> None:
         "| 4               | 4             | 0            | FULL         | 30    |",
         "| 9               | 9             | 0            | NONE         | 2     |",
     ]
-    assert graphs.captures(lines) == 1
-    assert graphs.modes(lines) == {"FULL": 150, "NONE": 2}
-    assert graphs.modes(lines[:4]) == {}
+    assert rank_log.captures(lines) == 1
+    assert rank_log.modes(lines) == {"FULL": 150, "NONE": 2}
+    assert rank_log.modes(lines[:4]) == {}
+
+
+def test_experts_that_were_lost_with_a_rank_are_read_from_a_survivors_log() -> None:
+    line = "[in-place] slots [0, 2]: steps ended 70 ms, loaded 130 ms; {} experts reloaded, {} bytes here"
+    assert rank_log.reloaded([line.format(64, 201_326_592), "else", line.format(0, 0)]) == (
+        64,
+        pytest.approx(201.3, 0.01),
+    )
+    assert rank_log.reloaded(["nothing"]) == (0, 0)
 
 
 # --- stock and plugin ---------------------------------------------------------------------------------------------------
@@ -252,10 +261,11 @@ def test_the_report_says_when_survivors_were_back_and_what_was_missed() -> None:
     )
     part = Part(name="load", title="kills", began_s=1.0, took_s=99.0, figures={}, cases=cases, error="one thing")
     text = markdown(results(part))
-    row = "| 1 | load | 0.20 s | 0.31, 0.33 | 0.30, 0.32 | 1.50 s | 42.0 s | 0.25, 0.25 | 0, -, 17 | 0 | FULL 1400, NONE 6 |"
+    row = "| 1 | load | 0.20 s | 0.31, 0.33 | 0.30, 0.32 | 1.50 s | 42.0 s | 0.25, 0.25 | 0, -, 17 | 0 | 0 | FULL 1400, NONE 6 |"
     assert row in text
     assert "slot 0 captured its graphs again |" in text
-    twice = case(survivor(0, 0.4), second=2, second_after_s=2.5)
+    twice = case(survivor(0, 0.4, reloaded=64, reloaded_mb=201.3), second=2, second_after_s=2.5)
+    assert "| 64, 201 MB |" in markdown(results(msgspec.structs.replace(part, cases=(twice,))))
     assert "| 1, then 2 | load, 2.5 s into the refill |" in markdown(
         results(msgspec.structs.replace(part, cases=(twice,)))
     )
