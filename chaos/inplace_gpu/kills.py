@@ -114,7 +114,7 @@ async def case(
     at all."""
     profile = profile_of(scene)
     roomy = len(os.sched_getaffinity(0)) >= ROOMY * (profile.ranks + profile.spares)
-    await _spares_stand_by(scene, all_=quiet and not roomy)
+    await spares_stand_by(scene, all_=quiet and not roomy)
     slots, before = slots_of(scene), await _look(scene)
     rest = [each for each in slots if each != slot]
     moments, began = _Moments(), time.monotonic()
@@ -188,7 +188,7 @@ async def _spares(scene: Scene) -> list[dict[str, Any]]:
     return found
 
 
-async def _spares_stand_by(scene: Scene, *, all_: bool) -> None:
+async def spares_stand_by(scene: Scene, *, all_: bool) -> None:
     """One at least, and with `all_` each that was not given up. Raises ElasticError where none does in time."""
     if not profile_of(scene).spares:
         return

@@ -8,7 +8,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chaos.inplace_gpu.kills import ANSWER_S, slots_of
@@ -21,6 +21,8 @@ WARM_S = 1.0
 """Of each window, not counted: its first requests are prompts without an answer under way."""
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Student's t, two-sided 95 %, for 1, 2, … degrees of freedom; beyond them 2."""
+MOST = 0.01
+"""That tokens a second may be fewer, and the median wait longer, with the plugin."""
 MEASURES = ("tokens_per_s", "median_wait_ms", "p99_wait_ms")
 
 
@@ -81,6 +83,12 @@ def compare(found: Sequence[Window]) -> dict[str, Compared]:
         spread = t * statistics.stdev(ratios) / math.sqrt(len(ratios))
         result[name] = Compared(mean, mean - spread, mean + spread)
     return result
+
+
+def missed(found: Mapping[str, Compared]) -> str:
+    """What the plugin costs beyond MOST, by the mean of all pairs; empty: no more. Pure."""
+    costs = {"tokens_per_s": 1.0 - found["tokens_per_s"].ratio, "median_wait_ms": found["median_wait_ms"].ratio - 1.0}
+    return "; ".join(f"{name} is {100 * cost:.1f} % worse than stock's" for name, cost in costs.items() if cost > MOST)
 
 
 async def restart(scene: Scene, slot: int, figures: dict[str, Any]) -> SlotLoad:

@@ -127,6 +127,11 @@ def test_a_slower_plugin_is_seen() -> None:
     assert found.high < 0.99
 
 
+def test_a_plugin_that_costs_more_than_one_percent_is_missed() -> None:
+    assert overhead.missed(overhead.compare(pairs(0.995, 0.996))) == ""
+    assert overhead.missed(overhead.compare(pairs(0.98, 0.98))) == "tokens_per_s is 2.0 % worse than stock's"
+
+
 def test_one_pair_proves_nothing() -> None:
     found = overhead.compare(pairs(1.0))["tokens_per_s"]
     assert found.low == -float("inf")
