@@ -120,6 +120,11 @@ class Exchange:
     def disconnect(self, ranks: Any) -> None:
         pass
 
+    def close_dead(self) -> Any:
+        from elastic.vllm.worker.ipc_cache import Closed
+
+        return Closed(0, 0, "")
+
     def drop(self, ranks: Any) -> None:
         from vllm.distributed import parallel_state
 

@@ -107,9 +107,9 @@ class StoreGroup:
     store = Published()
 
 
-def made(rank: int, size: int, capacity: int) -> tuple[Any, Buffer]:
+def made(rank: int, size: int, capacity: int, kind: type[Buffer] = Buffer) -> tuple[Any, Buffer]:
     """A manager of a full group whose buffer is made and connected."""
-    buffer = Buffer(rank, capacity)
+    buffer = kind(rank, capacity)
     buffer.connect_ranks([peer for peer in range(size) if peer != rank])
     Manager._buffer = all2all._NixlEPBufferState(
         buffer=buffer, max_num_ep_ranks=capacity, connected_ep_size=size, active_ep_size=size
@@ -244,7 +244,8 @@ class Kernel:
     """A kernel that waits for the words of a dead rank, in a thread; and what was masked."""
 
     def __init__(self, dead: int) -> None:
-        self.dead, self.masked, self.words = dead, list[int](), dict[int, int]()
+        self.dead, self.words = dead, dict[int, int]()
+        self.signed, self.masked, self.masks = False, list[int](), True
         self.returned = threading.Event()
         threading.Thread(target=self._spin, daemon=True).start()
 
@@ -253,7 +254,16 @@ class Kernel:
             time.sleep(0.001)
         self.returned.set()
 
+    def sign(self) -> None:
+        self.signed = True
+
+    def mask(self, rank: int) -> bool:
+        if self.masks:
+            self.masked.append(rank)
+        return self.masks
+
     def write(self, ranks: Any) -> None:
+        assert self.signed
         for rank in ranks:
             self.words[rank] = 1
 
@@ -268,7 +278,7 @@ class Side:
 
 def test_a_word_of_the_engine_frees_a_kernel_while_the_main_thread_answers_nobody() -> None:
     kernel = Kernel(3)
-    writer = WordWriter(kernel.masked.append, kernel.write, Side)
+    writer = WordWriter(kernel.sign, kernel.mask, kernel.write, Side)
     listener = Listener(os.getpid(), 0, lambda epoch, dead: writer.release(dead))
     try:
         assert send_release(os.getpid(), 1, 5, [3]) == 1
@@ -281,6 +291,230 @@ def test_a_word_of_the_engine_frees_a_kernel_while_the_main_thread_answers_nobod
         assert writer.written == rounds, "a word written after the step's end would be taken for an arrival"
     finally:
         listener.close()
+
+
+def test_a_rank_that_cannot_be_masked_yet_is_masked_as_soon_as_it_can() -> None:
+    kernel = Kernel(3)
+    kernel.masks = False
+    writer = WordWriter(kernel.sign, kernel.mask, kernel.write, Side)
+    writer.release([3])
+    assert kernel.returned.wait(10)
+    assert kernel.masked == []
+    kernel.masks = True
+    rounds = writer.written
+    until(lambda: writer.written > rounds + 2)
+    writer.end()
+    assert kernel.masked == [3]
+
+
+def until(reached: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class StagingBuffer(Buffer):
+    """As NIXL EP 1.5.1: what changes the mask or cuts a link takes up staged views first, and waits for the device to do so."""
+
+    def __init__(self, rank: int, capacity: int) -> None:
+        super().__init__(rank, capacity)
+        self.staged, self.idle, self.masked = False, threading.Event(), list[int]()
+        self.idle.set()
+
+    def _commit(self) -> None:
+        if self.staged:
+            assert self.idle.wait(3), "the device waits for a word of the thread that waits for the device"
+            self.staged = False
+
+    def connect_ranks(self, ranks: list[int], activate: bool = True) -> None:
+        super().connect_ranks(ranks, activate)
+        self.staged = True
+        if activate:
+            self._commit()
+
+    def disconnect_ranks(self, ranks: list[int]) -> None:
+        self._commit()
+        super().disconnect_ranks(ranks)
+
+    def update_mask_buffer(self, rank: int, mask: bool = False) -> None:
+        self.masked += [rank] if mask else []
+        self._commit()
+        super().update_mask_buffer(rank, mask)
+
+    def clean_mask_buffer(self) -> None:
+        self._commit()
+        super().clean_mask_buffer()
+
+
+class Steps:
+    """The device of a rank whose step waits for words, and what a check of the step's result says when the first one is there."""
+
+    def __init__(self, found: Any, buffer: StagingBuffer) -> None:
+        self.found, self.buffer, self.freed = found, buffer, threading.Event()
+        self.before_words = list[bool]()
+        self.mask_at_words = list[list[int]]()
+        exchange.exchange._writer = exchange.exchange._writer_of(buffer, self._write, Side)
+
+    def begin(self) -> None:
+        self.buffer.idle.clear()
+        self.freed.clear()
+
+    def _write(self, ranks: Any) -> None:
+        if not self.freed.is_set():
+            self.before_words.append(bool(self.found.query_fault()))
+            self.mask_at_words.append(list(self.buffer.mask))
+        self.buffer.idle.set()
+        self.freed.set()
+
+    def settle(self) -> None:
+        assert self.freed.wait(2), "the step was not freed"
+        exchange.exchange.settled()
+
+
+def stepping(rank: int = 0, size: int = 4) -> tuple[Any, StagingBuffer, Steps]:
+    found, buffer = made(rank, size, size, StagingBuffer)
+    assert isinstance(buffer, StagingBuffer)
+    return found, buffer, Steps(found, buffer)
+
+
+def test_a_second_death_while_a_joiner_is_staged_is_released_at_once_and_its_step_is_thrown_away() -> None:
+    found, buffer, steps = stepping()
+    exchange.exchange.drop([1])
+    manager(0, (0, 1, 2, 3), 4).stage_ep_size()
+    assert not bool(found.query_fault())
+    buffer.masked.clear()
+    steps.begin()
+    exchange.exchange.release([3])
+    steps.settle()
+    assert buffer.masked == [], "NIXL waits for the device before it masks"
+    assert steps.before_words == [True], "a word without a sign: the step would be taken as right"
+    assert bool(found.query_fault())
+    exchange.exchange.drop([3])
+    assert not bool(found.query_fault())
+    assert buffer.mask == [0, 1, 0, 1]
+
+
+def test_a_death_with_nothing_staged_is_masked_before_its_words_so_that_later_kernels_skip_it() -> None:
+    found, buffer, steps = stepping()
+    for dead in (3, 1):
+        buffer.masked.clear()
+        steps.begin()
+        exchange.exchange.release([dead])
+        steps.settle()
+        assert buffer.masked == [dead]
+        assert steps.mask_at_words[-1][dead] == 1
+        assert steps.before_words[-1]
+        exchange.exchange.drop([dead])
+        assert not bool(found.query_fault())
+
+
+@pytest.mark.parametrize("ended", ["commit", "given up", "shrink", "failed", "scaled down"])
+def test_masks_are_set_again_when_nothing_is_staged_any_more(ended: str) -> None:
+    _, buffer, steps = stepping()
+    exchange.exchange.drop([1])
+    joined = manager(0, (0, 1, 2, 3), 4)
+    buffer.fails = ended == "failed"
+    if buffer.fails:
+        with pytest.raises(RuntimeError, match="Assertion"):
+            joined.stage_ep_size()
+    else:
+        joined.stage_ep_size()
+    if ended == "commit":
+        joined.commit_ep_size()
+    elif ended == "given up":
+        exchange.exchange.disconnect([1])
+    elif ended == "shrink":
+        exchange.exchange.drop([])
+    elif ended == "scaled down":
+        manager(0, (0, 2, 3), 4).commit_ep_size()
+    assert not buffer.staged
+    buffer.masked.clear()
+    steps.begin()
+    exchange.exchange.release([3])
+    steps.settle()
+    assert buffer.masked == [3]
+
+
+def test_a_store_that_fails_stages_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, buffer, steps = stepping()
+    exchange.exchange.drop([1])
+    monkeypatch.setattr(Published, "fails", True)
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        manager(0, (0, 1, 2, 3), 4).stage_ep_size()
+    buffer.masked.clear()
+    steps.begin()
+    exchange.exchange.release([2])
+    steps.settle()
+    assert buffer.masked == [2]
+
+
+def test_a_release_is_told_of_a_joiner_before_nixl_is() -> None:
+    _, buffer, steps = stepping()
+    exchange.exchange.drop([1])
+    connect, buffer.masked = buffer.connect_ranks, []
+
+    def connect_ranks(ranks: list[int], activate: bool = True) -> None:
+        steps.begin()
+        buffer.staged = True
+        exchange.exchange.release([3])
+        steps.settle()
+        connect(ranks, activate)
+
+    buffer.connect_ranks = connect_ranks  # type: ignore[method-assign]
+    manager(0, (0, 1, 2, 3), 4).stage_ep_size()
+    assert buffer.masked == []
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_death_that_is_released_at_a_commit_is_a_fault_of_the_next_step(*, staged: bool) -> None:
+    found, _, steps = stepping()
+    exchange.exchange.drop([1])
+    joined = manager(0, (0, 1, 2, 3), 4)
+    if staged:
+        joined.stage_ep_size()
+    steps.begin()
+    exchange.exchange.release([3])
+    steps.settle()
+    joined.commit_ep_size()
+    assert bool(joined.query_fault())
+    exchange.exchange.drop([3])
+    assert not bool(found.query_fault())
+
+
+def test_a_release_that_goes_on_while_an_earlier_death_is_cleaned_up_stays_a_fault() -> None:
+    found, _, steps = stepping()
+    steps.begin()
+    exchange.exchange.release([3])
+    assert steps.freed.wait(2)
+    writer = exchange.exchange._writer
+    assert writer is not None
+    exchange.exchange.drop([1])
+    rounds = writer.written
+    until(lambda: writer.written > rounds + 1)
+    assert bool(found.query_fault())
+    exchange.exchange.settled()
+    exchange.exchange.drop([3])
+    assert not bool(found.query_fault())
+
+
+def test_a_retry_with_every_rank_ends_a_release() -> None:
+    found, buffer, steps = stepping()
+    steps.begin()
+    exchange.exchange.release([3])
+    assert steps.freed.wait(2)
+    assert bool(found.query_fault())
+    found.clean_buffers()
+    time.sleep(0.02)
+    assert not bool(found.query_fault())
+    assert buffer.mask == [0, 0, 0, 0]
+
+
+def test_the_check_of_a_step_reads_no_value_from_the_device() -> None:
+    found, _, _ = stepping()
+    exchange.exchange._released = torch.zeros((), dtype=torch.bool, device="meta")  # reading its value raises
+    fault = found.query_fault()
+    assert (fault.device.type, fault.dtype, fault.shape) == ("meta", torch.bool, ())
 
 
 def test_stale_and_damaged_words_are_ignored_and_the_next_one_is_heard() -> None:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
+from elastic.vllm.worker import ipc_cache
+from elastic.vllm.worker.ipc_cache import Closed
 from elastic.vllm.worker.release import WordWriter
 from elastic.vllm.worker.words import Words
 
@@ -39,6 +41,10 @@ class Exchange(Protocol):
     def disconnect(self, ranks: Collection[int]) -> None:
         """Of those that were connected for a refill and never took part. Any thread; unknown ranks are no error."""
 
+    def close_dead(self) -> Closed:
+        """Give back the GPU memory of dead processes. The device has ended all steps, no expert is being moved, and no link is being
+        made or cut."""
+
 
 class NixlExchange:
     """Of one process: NIXL's buffer is one for all managers that vLLM makes in turn."""
@@ -50,9 +56,17 @@ class NixlExchange:
         self._writer: WordWriter | None = None
         self._words: Words | None = None
         self._side: Any = None
+        self._step_stream: Any = None
         self._interest: Any = None
         self._links = threading.RLock()
         """Held while links are made or cut: a refill is given up in a thread of its own."""
+        self._staged = False
+        """Ranks were connected and NIXL may not have taken up the views that it made for them. 1.5.1 does so at the next change of the
+        mask, and waits for the device first, with Python's lock held: to NIXL's timeout if a kernel waits for a release."""
+        self._masking = threading.Lock()
+        """A mask set by a release is either through or not begun when ranks are staged."""
+        self._released: Any = None
+        self._one: Any = None
         self.releases_early = False
 
     # --- state -----------------------------------------------------------------------------------------------------------
@@ -83,9 +97,18 @@ class NixlExchange:
     def interest(self, size: int) -> Any:
         return self._interest[:size]
 
+    @property
+    def released(self) -> Any:
+        """On the device: a step may have been freed by words, so its result is wrong whatever the mask says."""
+        return self._released
+
     def started(self, rank: int, connected: Collection[int]) -> None:
         """The buffer was made and connected."""
+        import torch
+
         self.rank, self.connected = rank, set(connected)
+        self._released = torch.zeros((), dtype=torch.bool, device=_device())
+        self._one = torch.ones((), dtype=torch.bool, pin_memory=torch.cuda.is_available())
         self._take_sets(connected)
 
     def made(self, buffer: Any, rank: int, capacity: int, experts: int, max_tokens: int, hidden: int) -> None:
@@ -102,9 +125,24 @@ class NixlExchange:
             self.releases_early = False
         if not self.releases_early:
             log.warning("[in-place] early release is off: NIXL's signal words are not where they were expected")
+        self._step_stream = torch.cuda.current_stream()
         self._side = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         write = self._words.write if self.releases_early else _nothing
-        self._writer = WordWriter(lambda peer: buffer.update_mask_buffer(peer, mask=True), write, self._on_side)
+        self._writer = self._writer_of(buffer, write, self._on_side)
+
+    def _writer_of(self, buffer: Any, write: Callable[[Collection[int]], None], on_side: Any) -> WordWriter:
+        def mask(peer: int) -> bool:
+            with self._masking:
+                if self._staged:
+                    return False
+                buffer.update_mask_buffer(peer, mask=True)
+                return True
+
+        return WordWriter(self._sign, mask, write, on_side)
+
+    def _sign(self) -> None:
+        # by a copy, as the words: the first launch of a kernel may wait for the device while CUDA loads it
+        self._released.copy_(self._one, non_blocking=True)
 
     # --- shrink ----------------------------------------------------------------------------------------------------------
 
@@ -121,8 +159,9 @@ class NixlExchange:
         from elastic.rank.frozen import ends_within
 
         state = self._state
-        gone = sorted(set(ranks) & self.connected)
         with self._links:
+            # with those that were to join: whoever drops a rank has given that up
+            gone = sorted(set(ranks) & self.connected | self.connected - self.active - {self.rank})
             if gone:
                 with ends_within(DISCONNECT_S):
                     state.buffer.disconnect_ranks(gone)
@@ -137,12 +176,19 @@ class NixlExchange:
         state.buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
         torch.accelerator.synchronize()
         state.buffer.clean_mask_buffer()
+        self._staged = False
         for rank in self.connected - self.active:
             if rank != self.rank:
                 state.buffer.update_mask_buffer(rank, mask=True)
+        self.forget_release()
         torch.accelerator.synchronize()
         self._take_sets(self.active - set(gone))
         self.accept_mask()
+
+    def forget_release(self) -> None:
+        """Every step that words may have freed has ended, and its check with it."""
+        if self._released is not None:
+            self._released.zero_()
 
     def accept_mask(self) -> None:
         """What the mask is now is no fault: vLLM compares with the last one that it took for right, and only that."""
@@ -191,11 +237,17 @@ class NixlExchange:
         handing = _Handing(store)
         state.buffer.set_tcp_store_group(handing)
         with self._links, ends_within(max(1.0, deadline - time.monotonic()) + FROZEN_AFTER_S), _own_stream():
+            if cancelled():
+                raise InterruptedError(f"connecting ranks {new} was given up")
+            with self._masking:
+                before, self._staged = self._staged, True
             try:
                 state.buffer.connect_ranks(new, activate=active)
             except Exception:
                 if handing.handed:
                     self._back_out(new)
+                else:
+                    self._staged = before
                 raise
             self.connected |= set(new)
         state.connected_ep_size = max(self.connected) + 1
@@ -206,6 +258,7 @@ class NixlExchange:
 
         try:
             self._state.buffer.disconnect_ranks(new)
+            self._staged = False
         except Exception:
             # its kernels would reach into memory that is not theirs: as a lost rank this one can be replaced
             log.exception("[in-place] the exchange is in no known state")
@@ -214,21 +267,46 @@ class NixlExchange:
     def disconnect(self, ranks: Collection[int]) -> None:
         from elastic.rank.frozen import ends_within
 
+        if not self._step_ends(lambda: bool(set(ranks) & self.connected - self.active)):
+            return
         with self._links:
             gone = sorted(set(ranks) & self.connected - self.active)
             if not gone:
                 return
             with ends_within(DISCONNECT_S), _own_stream():
                 self._state.buffer.disconnect_ranks(gone)
+            self._staged = False
             self.connected -= set(gone)
             self._state.connected_ep_size = max(self.connected) + 1
+
+    def _step_ends(self, wanted: Callable[[], bool]) -> bool:
+        """Wait for the step that is under way, which may itself wait for a dead rank: NIXL would wait for it with Python's lock held,
+        and nobody could free it. Returns False as soon as nothing is `wanted` any more: a shrink has seen to it."""
+        import torch
+
+        passed = None
+        if torch.cuda.is_available() and self._step_stream is not None:
+            passed = self._step_stream.record_event()
+        while wanted():
+            if (passed is None or passed.query()) and (self._writer is None or not self._writer.writes):
+                return True
+            time.sleep(METADATA_POLL_S)
+        return False
+
+    def close_dead(self) -> Closed:
+        with self._links:
+            return ipc_cache.close_dead()
 
     def activate(self, ranks: Collection[int]) -> None:
         """Unmask connected ranks, at a step boundary between two barriers."""
         import torch
 
-        for rank in sorted(set(ranks) - self.active - {self.rank}):
+        # What was released stays a fault: a rank may die after the first barrier, and `accept_mask` takes its mask for right.
+        joining = sorted(set(ranks) - self.active - {self.rank})
+        for rank in joining:
             self._state.buffer.update_mask_buffer(rank, mask=False)
+        if joining:
+            self._staged = False
         torch.accelerator.synchronize()
         self._take_sets(set(ranks))
         self.accept_mask()
@@ -238,6 +316,7 @@ class NixlExchange:
         gone = sorted(set(ranks) & self.connected)
         if gone:
             self._state.buffer.disconnect_ranks(gone)
+            self._staged = False
         self.connected -= set(gone)
         self._take_sets(self.active - set(gone))
 
@@ -292,7 +371,7 @@ def ranks_of(manager: Any) -> tuple[int, ...]:
 def replace_manager(manager_class: Any) -> None:
     """Replace the functions of vLLM's manager that count. The guard has compared them. While every rank is there, they do what
     vLLM's do."""
-    make_buffer = manager_class._init_buffer
+    make_buffer, clean = manager_class._init_buffer, manager_class.clean_buffers
 
     def init_buffer(
         self: Any, max_num_tokens_per_dp_rank: int, token_hidden_size: int, num_experts_per_rank: int
@@ -342,20 +421,27 @@ def replace_manager(manager_class: Any) -> None:
                 buffer.update_mask_buffer(rank, mask=False)
             torch.accelerator.synchronize()
 
+    def clean_buffers(self: Any) -> None:
+        """vLLM's own, for a retry with every rank: all have settled."""
+        exchange.settled()
+        clean(self)
+        exchange.forget_release()
+
     def query_fault(self: Any) -> Any:
-        """Of ranks that are active: one that connects for a refill changes the mask, too."""
+        """Of ranks that are active: one that connects for a refill changes the mask, too. Waits for nothing."""
         import torch
 
         current = self.query_active_mask()
         last = manager_class._last_mask
         if last is None or last.shape != current.shape:
             last = manager_class._last_mask = torch.zeros_like(current)
-        return ((current != last) & exchange.interest(current.shape[0])).any()
+        return ((current != last) & exchange.interest(current.shape[0])).any() | exchange.released
 
     manager_class._init_buffer = init_buffer
     manager_class.stage_ep_size = stage_ep_size
     manager_class.commit_ep_size = commit_ep_size
     manager_class.mask_remote_ranks = mask_remote_ranks
+    manager_class.clean_buffers = clean_buffers
     manager_class.query_fault = query_fault
 
 

@@ -200,6 +200,10 @@ class Experts:
         if hasattr(communicator, "_cpu_group"):
             communicator._cpu_group = group
 
+    def forget_communicator(self) -> None:
+        """The balancer's links to all ranks, after its thread has ended. A refill makes new ones, and until then it is suppressed."""
+        self.model_state.communicator = None
+
     @property
     def may_balance(self) -> bool:
         thread = self.state.async_worker

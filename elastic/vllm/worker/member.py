@@ -53,6 +53,7 @@ class Member:
         self.epoch = joining.epoch if joining is not None else 0
         self._epoch_lock = threading.Lock()
         self.refill: Refill | None = None
+        self._given_up = list[Refill]()
         self.sources = "no source of lost experts"
         self._stock_load, worker.load_model = worker.load_model, self._load_model
         self._experts: Experts | None = None
@@ -191,11 +192,11 @@ class Member:
         self._after_scaling()
         slots = self.slots.with_live(survivors)
         gone = tuple(slot for slot in self.slots.live if slot not in survivors)
-        if self.refill is not None:
-            self.healer_refill_abort()
         self.healer_leave(epoch)
         self.exchange.release(self.slots.ranks_of(gone))
         self._abort()
+        if self.refill is not None:
+            self.healer_refill_abort()
         self._wait_for_steps(deadline)
         self.exchange.settled()
         mark("steps ended")
@@ -208,6 +209,10 @@ class Member:
         self.exchange.drop(self.slots.ranks_of(gone))
         experts = self.experts
         balanced = experts.stop_balancing()
+        if gone and balanced:
+            experts.forget_communicator()
+            self.close_dead()
+            mark("memory of the dead given back")
         # everyone has cleaned its buffers when all columns are here, and no step begins before
         own = experts.begin()
         columns = _exchange_columns(at, self.rank, members, own, deadline)
@@ -225,6 +230,16 @@ class Member:
             detail += "; the balancer's thread has not ended"
         log.info("[in-place] %s", detail)
         return Vote(True, detail)
+
+    def close_dead(self) -> None:
+        """Give back the GPU memory of the dead, at a step boundary with the balancer stopped. Not while a refill that was given up
+        still makes or cuts links: then the next one sees to it."""
+        self._given_up = [one for one in self._given_up if one.runs]
+        if self._given_up:
+            return
+        closed = self.exchange.close_dead()
+        if closed.peers:
+            log.info("[in-place] %d MiB of %d dead peers given back", closed.imported_bytes >> 20, closed.peers)
 
     def _after_scaling(self) -> None:
         """A stock scaling has changed the size: every slot of the new one is there."""
@@ -282,6 +297,7 @@ class Member:
     def healer_refill_abort(self) -> None:
         if self.refill is not None:
             self.refill.abort()
+            self._given_up.append(self.refill)
 
     def healer_join(self, order: dict[str, Any], phase: str) -> None:
         if self.refill is None:

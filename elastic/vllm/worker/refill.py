@@ -172,6 +172,7 @@ class Refill:
         member.experts.commit(found)
         if self._communicator is not None:
             member.experts.state.update_communicator(member.worker.model_runner.model_config, self._communicator)
+        member.close_dead()
         may_balance = self._meet("after", deadline, member.experts.may_balance)
         member._take(self.slots, sync)
         if self.slots.whole and may_balance:

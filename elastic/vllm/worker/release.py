@@ -3,7 +3,8 @@
 A thread of the worker listens for the engine's datagrams (`interface.release_address`). On the first word of a death it aborts
 the NCCL communicators that the dead rank was in, masks the rank in NIXL's buffer, so that later kernels skip it, and writes the
 words that a waiting kernel spins on, again and again until the device has ended the step. The step's result is wrong, and is
-thrown away: the mask has changed.
+thrown away: a flag on the device was set before the first word. The mask alone would not do: while a joiner is staged it cannot
+be set without waiting for the step (`exchange`), and later kernels are freed by words then.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
@@ -20,6 +21,7 @@ from elastic.vllm.worker.interface import release_address
 log = logging.getLogger("vllm.healer.in_place")
 
 WRITE_EVERY_S = 0.0003
+END_S = 5.0
 QUIET_AFTER_S = 60.0
 """A release that nobody has ended by then is given up: no order followed it."""
 
@@ -61,12 +63,19 @@ class Listener:
 class WordWriter:
     """Writes the signal words of dead peers until told that the step is over. One thread while there is something to free.
 
-    `mask(rank)` masks a peer, `write(ranks)` writes its words once: both are called in the thread, within `on_side()`, a context
-    that puts work on a stream of high priority.
+    `sign()` makes a step that ends from now on a faulty one, `mask(rank)` masks a peer, or returns False where that would wait for
+    the step, `write(ranks)` writes their words once: all are called in the thread, within `on_side()`, a context that puts work on
+    a stream of high priority. What the stream is given in an order it does in that order.
     """
 
-    def __init__(self, mask: Callable[[int], None], write: Callable[[Collection[int]], None], on_side: Any) -> None:
-        self._mask, self._write, self._on_side = mask, write, on_side
+    def __init__(
+        self,
+        sign: Callable[[], None],
+        mask: Callable[[int], bool],
+        write: Callable[[Collection[int]], None],
+        on_side: Any,
+    ) -> None:
+        self._sign, self._mask, self._write, self._on_side = sign, mask, write, on_side
         self._lock = threading.Lock()
         self._wanted: set[int] = set()
         self._thread: threading.Thread | None = None
@@ -85,13 +94,22 @@ class WordWriter:
 
     def end(self) -> None:
         """The step is over: returns when nothing is written any more."""
+        until = time.monotonic() + END_S
+        while True:
+            with self._lock:
+                # again each time: who is released now waits in no step
+                self._wanted.clear()
+                thread = self._thread
+            if thread is None:
+                return
+            thread.join(10 * WRITE_EVERY_S)
+            if thread.is_alive() and time.monotonic() > until:
+                raise TimeoutError(f"words are still being written {END_S:g} s after the step's end")
+
+    @property
+    def writes(self) -> bool:
         with self._lock:
-            self._wanted.clear()
-            thread = self._thread
-        if thread is not None:
-            thread.join(5.0)
-            if thread.is_alive():
-                raise TimeoutError("words are still being written 5 s after the step's end")
+            return self._thread is not None
 
     def _run(self) -> None:
         masked: set[int] = set()
@@ -104,9 +122,9 @@ class WordWriter:
                     return
             try:
                 with self._on_side():
-                    for rank in wanted - masked:
-                        self._mask(rank)
-                    masked |= wanted
+                    # each time: cleaning up after an earlier death takes the sign away
+                    self._sign()
+                    masked |= {rank for rank in wanted - masked if self._mask(rank)}
                     self._write(wanted)
                     self.written += 1
             except Exception:
