@@ -38,7 +38,7 @@ help:
 demo: $(VENV)/.embedded
 	@$(BIN)/healer demo $(DEMO_ARGS)
 
-# What needs more than a minute, a GPU or vLLM is asked for by its mark: make test MARKS=slow
+# What takes too long for every change, or needs a GPU or vLLM, is asked for by its mark: make test MARKS=slow
 MARKS ?= not slow and not gpu and not vllm
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "$(MARKS)" $(PYTEST_ARGS)

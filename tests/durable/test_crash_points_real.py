@@ -62,6 +62,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashingDep
     made.end()
 
 
+@pytest.mark.slow
 async def test_a_daemon_that_dies_among_real_ranks_leaves_work_that_the_next_one_finishes(
     deployment: CrashingDeployment,
 ) -> None:

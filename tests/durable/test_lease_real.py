@@ -130,6 +130,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     made.end()
 
 
+@pytest.mark.slow
 async def test_a_real_holder_stopped_beyond_its_lease_and_woken_never_writes_beside_its_successor(pair: Pair) -> None:
     await campaign(pair, sampled=1)
 

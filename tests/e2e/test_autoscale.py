@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from elastic.client import Tokens, Traffic
 from healer.deployment import Deployment, eventually
 from tests.e2e.harness import assert_same, members
@@ -20,6 +22,7 @@ LOAD: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 async def test_load_grows_the_group_and_its_end_shrinks_it_and_no_token_changes(
     checkpoint: Any, prompts: list[Tokens], expected: list[Tokens]
 ) -> None:

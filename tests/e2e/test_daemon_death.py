@@ -16,6 +16,7 @@ from healer.deployment import Deployment, eventually
 from tests.e2e.harness import assert_same, members, send
 
 ANSWER = 64
+SLOW = pytest.mark.slow
 
 
 async def test_serving_goes_on_without_the_daemon_and_the_next_one_restarts_nothing(
@@ -84,7 +85,10 @@ async def test_the_daemon_all_ranks_and_the_state_file_are_lost_and_every_reques
     await deployment.settled()
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.005, 0.01, 0.02, 0.05])
+@pytest.mark.parametrize(
+    "delay_s",
+    [0.0, pytest.param(0.002, marks=SLOW), 0.005, pytest.param(0.01, marks=SLOW), pytest.param(0.02, marks=SLOW), 0.05],
+)
 async def test_a_daemon_that_dies_in_the_middle_of_healing_is_finished_by_the_next(
     deployment: Deployment, prompts: list[Tokens], expected: list[Tokens], delay_s: float
 ) -> None:

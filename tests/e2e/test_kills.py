@@ -51,6 +51,7 @@ async def replaced(deployment: Deployment, slots: list[int], old: dict) -> None:
     await deployment.settled()
 
 
+@pytest.mark.slow
 async def test_twenty_kills_of_any_slot_change_no_token(
     deployment: Deployment, prompts: list[Tokens], expected: list[Tokens]
 ) -> None:

@@ -44,6 +44,7 @@ def group(checkpoint: Path, site: Path) -> Iterator[Deployment]:
     made.end()
 
 
+@pytest.mark.slow
 async def test_a_device_that_computes_wrongly_does_not_come_back_from_quarantine(group: Deployment, site: Path) -> None:
     await group.start()
     assert not any("probe" in text for text in _logs(group).values()), "a slot without a history is trusted"

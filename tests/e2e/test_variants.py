@@ -4,6 +4,8 @@ import asyncio
 import signal
 from pathlib import Path
 
+import pytest
+
 from elastic.client import Tokens, Traffic
 from healer.deployment import Deployment
 from tests.e2e.harness import assert_same, members, send
@@ -30,6 +32,7 @@ async def test_a_sampled_answer_continues_after_a_death_as_it_would_have(
     assert_same(disturbed.answers, undisturbed)
 
 
+@pytest.mark.slow
 async def test_the_nixl_back_end_keeps_the_same_promise(
     checkpoint: Path, prompts: list[Tokens], expected: list[Tokens]
 ) -> None:
