@@ -40,7 +40,7 @@ SPARE = "elastic.vllm.spare"
 """On the command line of a rank that was one."""
 SPARES_S = 150.0
 SPARE_POLL_S = 0.5
-ROOMY = 4
+ROOMY = 2
 """Cores for each rank and spare, from which on a spare that warms up takes nothing from the others."""
 AFTER_S = 1.0
 """What still counts as around an event, after the daemon says that it is over."""

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from vllm.distributed.device_communicators import all2all
 
 from elastic.vllm.worker import exchange
 from elastic.vllm.worker.interface import send_release
+from elastic.vllm.worker.manager import replace_manager
 from elastic.vllm.worker.release import Listener, WordWriter
 
 Manager = all2all.NixlEPAll2AllManager
@@ -22,7 +24,7 @@ Manager = all2all.NixlEPAll2AllManager
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
-    exchange.replace_manager(Manager)
+    replace_manager(Manager)
     if not torch.accelerator.is_available():
         torch.accelerator.synchronize = lambda *_: None
 
@@ -434,6 +436,27 @@ def test_masks_are_set_again_when_nothing_is_staged_any_more(ended: str) -> None
     exchange.exchange.release([3])
     steps.settle()
     assert buffer.masked == [3]
+
+
+def test_a_refill_that_is_given_up_while_a_step_waits_for_the_dead_holds_up_no_release() -> None:
+    """The order to give it up may come before the word of the death: nothing is released yet, and the step waits already."""
+    _, buffer, steps = stepping()
+    exchange.exchange.drop([1])
+    manager(0, (0, 1, 2, 3), 4).stage_ep_size()
+    exchange.exchange._step_stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=buffer.idle.is_set))
+    steps.begin()
+    giving_up = threading.Thread(target=exchange.exchange.disconnect, args=([1],))
+    giving_up.start()
+    giving_up.join(0.1)
+    assert giving_up.is_alive()
+    assert 1 in buffer.links
+    exchange.exchange.release([3])
+    steps.settle()
+    exchange.exchange.drop([3])
+    giving_up.join(10)
+    assert not giving_up.is_alive()
+    assert buffer.links == {2}
+    assert buffer.mask == [0, 1, 0, 1]
 
 
 def test_a_store_that_fails_stages_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

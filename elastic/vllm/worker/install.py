@@ -99,7 +99,8 @@ def _member(worker: Any) -> Any:
     from vllm.v1.worker.sentinel.gpu_worker_sentinel import WorkerSentinel
 
     from elastic.vllm.worker import dp_sync, experts, meeting
-    from elastic.vllm.worker.exchange import exchange, replace_manager
+    from elastic.vllm.worker.exchange import exchange
+    from elastic.vllm.worker.manager import replace_manager
     from elastic.vllm.worker.member import Member
 
     dp_sync.replace_sync(parallel_state, dp_utils)
