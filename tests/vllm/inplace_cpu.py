@@ -114,6 +114,9 @@ class Exchange:
     def release(self, ranks: Any) -> None:
         pass
 
+    def words_first(self) -> None:
+        pass
+
     def settled(self) -> None:
         pass
 

@@ -23,6 +23,8 @@ log = logging.getLogger("vllm.healer.in_place")
 DISCONNECT_S = 10.0
 """15 to 34 ms were seen for each peer on an H200; what takes longer than this never ends."""
 FROZEN_AFTER_S = 1.0
+WORDS_S = 0.05
+"""Of a millisecond's work; longer where the kernels of another library stand in front."""
 METADATA_POLL_S = 0.01
 
 
@@ -31,6 +33,9 @@ class Exchange(Protocol):
 
     def release(self, ranks: Collection[int]) -> None:
         """Free what waits for these ranks. Any thread; returns at once; ranks that were released already are no error."""
+
+    def words_first(self) -> None:
+        """Returns when what waits for released ranks has been told so once, or shortly after."""
 
     def settled(self) -> None:
         """The device has ended all steps: stop releasing."""
@@ -150,6 +155,10 @@ class NixlExchange:
         waiting = {rank for rank in ranks if rank in self.active and rank != self.rank}
         if self._writer is not None and waiting:
             self._writer.release(waiting)
+
+    def words_first(self) -> None:
+        if self._writer is not None:
+            self._writer.wait_for_words(WORDS_S)
 
     def settled(self) -> None:
         if self._writer is not None:

@@ -25,12 +25,17 @@ log = logging.getLogger("vllm.healer.in_place")
 THREAD_END_S = 2.0
 
 
+POLL_S = 0.001
+
+
 class _End:
     """In place of the event that vLLM's balancing thread waits for: the thread ends, and nothing is logged as an error."""
 
     @staticmethod
     def wait(*_: object) -> None:
         raise SystemExit
+
+    query = wait
 
 
 class NoSource(ElasticError):
@@ -254,3 +259,21 @@ def _bytes(row: torch.Tensor) -> torch.Tensor:
 def _wait_for_device() -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
+
+
+def replace_waiting(event_class: Any) -> None:
+    """Wrap the wait of vLLM's balancing thread for the main thread's stream.
+
+    vLLM's own goes on to a copy to pageable memory, which stands in the driver until that stream is through; where a kernel in it
+    waits for a dead rank, nothing that would free it may begin meanwhile. The thread waits outside CUDA instead.
+    """
+    original = event_class.wait
+
+    @functools.wraps(original)
+    def wait(self: Any, stream: Any = None) -> None:
+        self._recorded.wait()
+        while not self._event.query():
+            time.sleep(POLL_S)
+        original(self, stream)
+
+    event_class.wait = wait

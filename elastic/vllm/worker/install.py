@@ -94,6 +94,7 @@ def _member(worker: Any) -> Any:
     from vllm.distributed import parallel_state
     from vllm.distributed.device_communicators import all2all
     from vllm.distributed.eplb import eplb_state
+    from vllm.distributed.eplb.eplb_utils import CpuGpuEvent
     from vllm.distributed.stateless_coordinator import StatelessGroupCoordinator
     from vllm.v1.worker import dp_utils
     from vllm.v1.worker.sentinel.gpu_worker_sentinel import WorkerSentinel
@@ -106,6 +107,7 @@ def _member(worker: Any) -> Any:
     dp_sync.replace_sync(parallel_state, dp_utils)
     dp_sync.replace_retry(WorkerSentinel)
     experts.replace_rearrangement(eplb_state)
+    experts.replace_waiting(CpuGpuEvent)
     meeting.replace_coordinator(StatelessGroupCoordinator)
     config = worker.vllm_config.parallel_config
     if config.all2all_backend == "nixl_ep":

@@ -22,6 +22,7 @@ log = logging.getLogger("vllm.healer.in_place")
 
 
 CONNECT_AGAIN_S = 0.1
+SLOW_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -128,16 +129,29 @@ def _aborts_of(coordinator: Any) -> list[threading.Thread]:
 def _abort_device_group(device: Any, group: Any) -> None:
     import torch
 
-    with contextlib.suppress(Exception):
+    began = time.monotonic()
+    try:
         found = torch.device(device)
         backend = group._get_backend(found)
         if found.type != "cpu":
             backend.abort()
+    except Exception as error:
+        log.warning("[in-place] a device group cannot be aborted: %s: %s", type(error).__name__, error)
+    _say_if_slow("a device group", began)
 
 
 def _abort_pynccl(pynccl: Any) -> None:
-    with contextlib.suppress(Exception):
+    began = time.monotonic()
+    try:
         pynccl.destroy()
+    except Exception as error:
+        log.warning("[in-place] a communicator cannot be aborted: %s: %s", type(error).__name__, error)
+    _say_if_slow("a communicator", began)
+
+
+def _say_if_slow(what: str, began: float) -> None:
+    if (took := time.monotonic() - began) > SLOW_S:
+        log.info("[in-place] the abort of %s took %.2f s", what, took)
 
 
 def retire(coordinators: tuple[Any, ...]) -> threading.Thread:

@@ -5,6 +5,7 @@ Threads: vLLM's RPC loop calls the methods, one at a time; a listener frees wait
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
+import faulthandler
 import logging
 import os
 import threading
@@ -30,6 +31,8 @@ log = logging.getLogger("vllm.healer.in_place")
 
 COPY_VARIABLE = "HEALER_EXPERT_COPY"
 """Path of the host copy of experts, in /dev/shm; whoever sets it removes the file when the deployment ends. Unset: no copy."""
+STUCK_S = 2.5
+"""Where a step has not ended so long after its release, the log says in which call each thread stands."""
 POLL_S = 0.0005
 ALONE_AFTER_S = 0.05
 """A step that has not ended so long after the order is taken to wait for a live peer that left it; every engine is parked or
@@ -151,10 +154,13 @@ class Member:
             return
         if torch.cuda.is_available():
             torch.cuda.set_device(self.worker.device)
+        faulthandler.dump_traceback_later(STUCK_S, file=2)
         self.exchange.release(self.slots.ranks_of(tuple(gone)))
         self._abort()
 
     def _abort(self) -> None:
+        # an abort frees memory, and CUDA lets no other work begin until all that was there before has ended
+        self.exchange.words_first()
         meeting.abort_device_groups(*self.coordinators().values())
 
     def _leave_sync(self) -> None:
@@ -198,6 +204,7 @@ class Member:
         if self.refill is not None:
             self.healer_refill_abort()
         self._wait_for_steps(deadline)
+        faulthandler.cancel_dump_traceback_later()
         self.exchange.settled()
         mark("steps ended")
 

@@ -82,6 +82,7 @@ class WordWriter:
         self._until = 0.0
         self.written = 0
         """Rounds of writes so far."""
+        self._round = threading.Condition(self._lock)
 
     def release(self, ranks: Collection[int]) -> None:
         """Returns at once."""
@@ -106,6 +107,12 @@ class WordWriter:
             if thread.is_alive() and time.monotonic() > until:
                 raise TimeoutError(f"words are still being written {END_S:g} s after the step's end")
 
+    def wait_for_words(self, timeout_s: float) -> None:
+        """Until words have been written once more, or nothing is being written; at most for so long."""
+        with self._lock:
+            before = self.written
+            self._round.wait_for(lambda: self.written > before or self._thread is None, timeout_s)
+
     @property
     def writes(self) -> bool:
         with self._lock:
@@ -119,6 +126,7 @@ class WordWriter:
                 if not wanted or time.monotonic() > self._until:
                     self._wanted.clear()
                     self._thread = None
+                    self._round.notify_all()
                     return
             try:
                 with self._on_side():
@@ -126,7 +134,9 @@ class WordWriter:
                     self._sign()
                     masked |= {rank for rank in wanted - masked if self._mask(rank)}
                     self._write(wanted)
+                with self._lock:
                     self.written += 1
+                    self._round.notify_all()
             except Exception:
                 log.exception("[in-place] releasing ranks %s", sorted(wanted))
                 with self._lock:
