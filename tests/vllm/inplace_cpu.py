@@ -7,7 +7,6 @@ buffers are vLLM's EPLB state.
 # mypy: disable-error-code="import-not-found, import-untyped"
 import os
 import signal
-import threading
 import time
 from typing import Any
 
@@ -145,7 +144,7 @@ def register() -> None:
     """A general plugin of vLLM."""
     import vllm.config.parallel as parallel
     from vllm.distributed.elastic_ep.elastic_execute import ElasticEPScalingExecutor
-    from vllm.distributed.eplb import eplb_state, eplb_utils
+    from vllm.distributed.eplb import eplb_state
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     from vllm.model_executor.layers.fused_moe.router import base_router
     from vllm.platforms.cpu import CpuPlatform
@@ -163,29 +162,32 @@ def register() -> None:
     parallel.current_platform = CudaAlike()
     CpuPlatform.get_device_communicator_cls = classmethod(lambda cls: f"{__name__}.Communicator")
 
-    class Event:
-        def __init__(self) -> None:
-            self._recorded = threading.Event()
-
     torch.accelerator.synchronize = lambda *_: None
     ElasticEPScalingExecutor._warm_target_groups = lambda *_: None  # with streams of a GPU
-    eplb_utils.CpuGpuEvent = eplb_state.CpuGpuEvent = Event
     eplb_state.create_eplb_communicator = lambda group_coordinator, *_, **__: Mover(group_coordinator)
 
-    class Timer:
+    class Event:
+        """All work is done when it is given."""
+
         def __init__(self, **_: Any) -> None:
             self._at = 0.0
 
-        def record(self) -> None:
+        def record(self, *_: Any) -> None:
             self._at = time.monotonic()
+
+        def query(self) -> bool:
+            return True
+
+        def wait(self, *_: Any) -> None:
+            pass
 
         def synchronize(self) -> None:
             pass
 
-        def elapsed_time(self, end: "Timer") -> float:
+        def elapsed_time(self, end: "Event") -> float:
             return 1e3 * (end._at - self._at)
 
-    torch.__dict__["Event"] = Timer
+    torch.__dict__["Event"] = Event
 
     def to_physical(topk_ids: Any, logical_to_physical_map: Any, logical_replica_count: Any, **_: Any) -> Any:
         """As vLLM's kernel: the replica is chosen by a hash of the place."""

@@ -309,6 +309,26 @@ def test_a_rank_that_cannot_be_masked_yet_is_masked_as_soon_as_it_can() -> None:
     assert kernel.masked == [3]
 
 
+def test_who_waits_for_the_first_word_waits_for_it_and_not_much_longer() -> None:
+    kernel, through = Kernel(3), threading.Event()
+
+    def write(ranks: Any) -> None:
+        through.wait(10)
+        kernel.write(ranks)
+
+    writer = WordWriter(kernel.sign, kernel.mask, write, Side)
+    began = time.monotonic()
+    writer.wait_for_words(10)
+    assert time.monotonic() - began < 5, "nothing is being written"
+    writer.release([3])
+    writer.wait_for_words(0.05)
+    assert writer.written == 0, "a word that cannot be written holds nobody up for long"
+    through.set()
+    writer.wait_for_words(10)
+    assert writer.written > 0
+    writer.end()
+
+
 def until(reached: Any) -> None:
     deadline = time.monotonic() + 10
     while not reached():

@@ -2,6 +2,7 @@
 test_inplace_worker_units.py."""
 
 # mypy: disable-error-code="import-not-found, import-untyped"
+import faulthandler
 import os
 import socket
 import subprocess
@@ -295,6 +296,52 @@ def test_the_balancers_thread_ends_without_a_word_that_would_be_taken_for_a_fail
     assert found._runner.eep_eplb_suppressed
     assert found.may_balance
     assert (state.async_worker, said) == (None, [])
+
+
+def test_the_balancers_thread_makes_no_cuda_call_that_waits_while_a_step_waits_for_a_dead_rank() -> None:
+    """A copy to pageable memory behind that step would keep the words from being written that free it."""
+    reached, passed = threading.Event(), threading.Event()
+    calls = list[str]()
+
+    class Event:
+        def query(self) -> bool:
+            reached.set()
+            return passed.is_set()
+
+        def wait(self, stream: object) -> None:
+            calls.append("wait")
+
+    class Waiting(eplb_utils.CpuGpuEvent):
+        pass
+
+    experts.replace_waiting(Waiting)
+    event = object.__new__(Waiting)
+    event._event, event._recorded = Event(), threading.Event()
+    event._recorded.set()
+    thread = threading.Thread(target=event.wait, daemon=True)
+    thread.start()
+    assert reached.wait(10)
+    assert calls == []
+    passed.set()
+    thread.join(10)
+    assert calls == ["wait"]
+    assert not event._recorded.is_set()
+
+
+def test_communicators_are_aborted_after_the_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort frees memory, before which CUDA lets nothing new begin: a word would come too late."""
+    order = list[str]()
+    exchange = SimpleNamespace(release=lambda _: order.append("release"), words_first=lambda: order.append("words"))
+    monkeypatch.setattr(meeting, "abort_device_groups", lambda *_: order.append("abort"))
+    monkeypatch.setattr(member.Member, "coordinators", lambda _: {})
+    worker = object.__new__(member.Member)
+    worker.epoch, worker.exchange, worker.slots = 0, exchange, Slots.full(3)
+    worker._epoch_lock, worker.slot = threading.Lock(), 0
+    try:
+        worker._on_dead(1, [2])
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    assert order == ["release", "words", "abort"]
 
 
 # --- the host copy -----------------------------------------------------------------------------------------------------------
