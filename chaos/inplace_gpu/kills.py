@@ -132,7 +132,7 @@ async def case(
             await asyncio.sleep(second.after_s)
             rest.remove(second.slot)
             moments.event = _kill(before.pids[second.slot])
-            moments.healed = await _until_live(scene, rest, before)
+            moments.healed = await _until_live(scene, rest, before, dead=second.slot)
         if clients is not None:
             moments.answered = await clients.answered(rest, 1, ANSWER_S)
         else:
@@ -204,13 +204,15 @@ async def spares_stand_by(scene: Scene, *, all_: bool) -> None:
     raise ElasticError(f"no spare stands by after {SPARES_S:g} s: {[one['state'] for one in found]}")
 
 
-async def _until_live(scene: Scene, rest: Collection[int], before: _Before) -> float:
-    """Until these are the group; returns when. Raises ElasticError after a restart of the group, or at the deadline."""
+async def _until_live(scene: Scene, rest: Collection[int], before: _Before, dead: int | None = None) -> float:
+    """Until these are the group, or with `dead` until that one is not in it and these are; returns when. Raises ElasticError after
+    a restart of the group, or at the deadline."""
     until, found = time.monotonic() + HEAL_S, dict[str, Any]()
     while time.monotonic() < until:
         with contextlib.suppress(OSError, ValueError):
             found = (await scene.deployment.get("/status"))["group"]
-            if found["live"] == sorted(rest):
+            live = found["live"]
+            if live == sorted(rest) or (dead is not None and dead not in live and set(rest) <= set(live)):
                 return time.monotonic()
             now = {s["slot"]: s["member"]["incarnation"] for s in found["slots"] if s["member"]}
             if any(now.get(slot, before.incarnations[slot]) != before.incarnations[slot] for slot in rest):

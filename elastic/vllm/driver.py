@@ -345,4 +345,4 @@ async def _abandon(
     """What cannot be told is found out by the next order, which every engine compares with what it knows."""
     abort = RefillAbort(epoch)
     calls = [clients[slot].refill_abort(abort, deadline_s=deadline_s) for slot in live]
-    await asyncio.gather(*calls, coordination.end(keep=False, deadline_s=COORDINATION_S), return_exceptions=True)
+    await asyncio.gather(*calls, coordination.end(keep=False, deadline_s=deadline_s), return_exceptions=True)

@@ -2,7 +2,6 @@
 test_inplace_worker_units.py."""
 
 # mypy: disable-error-code="import-not-found, import-untyped"
-import faulthandler
 import os
 import socket
 import subprocess
@@ -328,20 +327,62 @@ def test_the_balancers_thread_makes_no_cuda_call_that_waits_while_a_step_waits_f
     assert not event._recorded.is_set()
 
 
-def test_communicators_are_aborted_after_the_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
+class Released:
+    """A worker whose step was released, and what became of it, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.order, self.aborted = list[str](), threading.Event()
+        monkeypatch.setattr(meeting, "abort_device_groups", self._abort)
+        monkeypatch.setattr(member.Member, "coordinators", lambda _: {})
+        self.worker = object.__new__(member.Member)
+        self.worker.epoch, self.worker.slot, self.worker.slots = 0, 0, Slots.full(3)
+        self.worker.exchange = SimpleNamespace(
+            release=lambda _: self.order.append("release"), words_first=lambda: self.order.append("words")
+        )
+        self.worker._epoch_lock, self.worker._ended = threading.Lock(), threading.Event()
+        self.worker._ended.set()
+
+    def _abort(self, *_: object) -> None:
+        self.order.append("abort")
+        self.aborted.set()
+
+
+def test_a_step_that_words_do_not_end_is_aborted_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """An abort frees memory, before which CUDA lets nothing new begin: a word would come too late."""
-    order = list[str]()
-    exchange = SimpleNamespace(release=lambda _: order.append("release"), words_first=lambda: order.append("words"))
-    monkeypatch.setattr(meeting, "abort_device_groups", lambda *_: order.append("abort"))
-    monkeypatch.setattr(member.Member, "coordinators", lambda _: {})
-    worker = object.__new__(member.Member)
-    worker.epoch, worker.exchange, worker.slots = 0, exchange, Slots.full(3)
-    worker._epoch_lock, worker.slot = threading.Lock(), 0
+    monkeypatch.setattr(member, "ABORT_AFTER_S", 0.05)
+    found = Released(monkeypatch)
     try:
-        worker._on_dead(1, [2])
+        found.worker._on_dead(1, [2])
+        assert found.aborted.wait(10)
     finally:
-        faulthandler.cancel_dump_traceback_later()
-    assert order == ["release", "words", "abort"]
+        found.worker._ended.set()
+    assert found.order == ["release", "words", "abort"]
+
+
+@pytest.mark.parametrize("through", [False, True])
+def test_a_sum_of_the_balancer_is_aborted_soon_and_one_that_is_through_is_not(
+    monkeypatch: pytest.MonkeyPatch, *, through: bool
+) -> None:
+    monkeypatch.setattr(member, "ABORT_AFTER_S", 600.0)
+    monkeypatch.setattr(torch, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: through))
+    summed = list[str]()
+
+    class State:
+        def _allreduce_list(self, found: str) -> str:
+            assert experts.reducing.pending
+            summed.append(found)
+            return found
+
+    experts.replace_reduction(State)
+    assert State()._allreduce_list("loads") == "loads"
+    assert experts.reducing.pending is not through
+    found = Released(monkeypatch)
+    try:
+        found.worker._on_dead(1, [2])
+        assert found.aborted.wait(0.3 if through else 10) is not through
+    finally:
+        found.worker._ended.set()
+        monkeypatch.setattr(experts.reducing, "_under_way", False)
 
 
 # --- the host copy -----------------------------------------------------------------------------------------------------------

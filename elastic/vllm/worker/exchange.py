@@ -186,9 +186,6 @@ class NixlExchange:
         torch.accelerator.synchronize()
         state.buffer.clean_mask_buffer()
         self._staged = False
-        for rank in self.connected - self.active:
-            if rank != self.rank:
-                state.buffer.update_mask_buffer(rank, mask=True)
         self.forget_release()
         torch.accelerator.synchronize()
         self._take_sets(self.active - set(gone))
@@ -274,29 +271,34 @@ class NixlExchange:
             os._exit(EXCHANGE_EXIT)
 
     def disconnect(self, ranks: Collection[int]) -> None:
+        import torch
+
         from elastic.rank.frozen import ends_within
 
-        if not self._step_ends(lambda: bool(set(ranks) & self.connected - self.active)):
-            return
-        with self._links:
-            gone = sorted(set(ranks) & self.connected - self.active)
-            if not gone:
-                return
-            with ends_within(DISCONNECT_S), _own_stream():
-                self._state.buffer.disconnect_ranks(gone)
-            self._staged = False
-            self.connected -= set(gone)
-            self._state.connected_ep_size = max(self.connected) + 1
+        if self._side is not None:  # a thread of its own begins on the first device
+            torch.cuda.set_device(self._side.device)
+        while self._to_cut(ranks):
+            # NIXL would wait for the step that is under way with Python's lock held; if that waits for a dead rank nobody could free it
+            passed = self._step_stream.record_event() if self._step_stream is not None else None
+            while self._to_cut(ranks) and not ((passed is None or passed.query()) and not self._frees()):
+                time.sleep(METADATA_POLL_S)
+            with self._links, _own_stream():
+                # a step that has begun meanwhile is waited for outside
+                passed = self._step_stream.record_event() if self._step_stream is not None else None
+                gone = self._to_cut(ranks)
+                if gone and (passed is None or passed.query()) and not self._frees():
+                    with ends_within(DISCONNECT_S):
+                        self._state.buffer.disconnect_ranks(gone)
+                    self._staged = False
+                    self.connected -= set(gone)
+                    self._state.connected_ep_size = max(self.connected) + 1
 
-    def _step_ends(self, wanted: Callable[[], bool]) -> bool:
-        """Wait for the step that is under way, which may itself wait for a dead rank: NIXL would wait for it with Python's lock held,
-        and nobody could free it. Returns False as soon as nothing is `wanted` any more: a shrink has seen to it."""
-        passed = self._step_stream.record_event() if self._step_stream is not None else None
-        while wanted():
-            if (passed is None or passed.query()) and (self._writer is None or not self._writer.writes):
-                return True
-            time.sleep(METADATA_POLL_S)
-        return False
+    def _to_cut(self, ranks: Collection[int]) -> list[int]:
+        """What of these is connected and takes no part; a shrink may see to it first."""
+        return sorted(set(ranks) & self.connected - self.active)
+
+    def _frees(self) -> bool:
+        return self._writer is not None and self._writer.writes
 
     def close_dead(self) -> Closed:
         with self._links:

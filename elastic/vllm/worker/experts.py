@@ -277,3 +277,37 @@ def replace_waiting(event_class: Any) -> None:
         original(self, stream)
 
     event_class.wait = wait
+
+
+class Reducing:
+    """Whether the balancer's sum over all ranks is under way: a kernel of NCCL, which no word frees."""
+
+    def __init__(self) -> None:
+        self._under_way = False
+        self._through: Any = None
+
+    @property
+    def pending(self) -> bool:
+        return self._under_way and (self._through is None or not self._through.query())
+
+    def __enter__(self) -> None:
+        self._under_way, self._through = True, None
+
+    def __exit__(self, *_: object) -> None:
+        self._through = torch.Event()
+        self._through.record()
+
+
+reducing = Reducing()
+
+
+def replace_reduction(state_class: Any) -> None:
+    """Wrap the sum of loads, the only collective of NCCL in a step that a rank of another engine is in."""
+    original = state_class._allreduce_list
+
+    @functools.wraps(original)
+    def reduce(self: Any, *args: Any, **options: Any) -> Any:
+        with reducing:
+            return original(self, *args, **options)
+
+    state_class._allreduce_list = reduce

@@ -108,6 +108,7 @@ def _member(worker: Any) -> Any:
     dp_sync.replace_retry(WorkerSentinel)
     experts.replace_rearrangement(eplb_state)
     experts.replace_waiting(CpuGpuEvent)
+    experts.replace_reduction(eplb_state.EplbState)
     meeting.replace_coordinator(StatelessGroupCoordinator)
     config = worker.vllm_config.parallel_config
     if config.all2all_backend == "nixl_ep":

@@ -116,6 +116,10 @@ def unknown(path: str) -> str:
     return why
 
 
+_unfinished: list[int] = []
+"""Caches that are in the table no more, and not destroyed because the lock stayed held: the next call does it."""
+
+
 def _close(library: ctypes.CDLL, gone: Callable[[int], bool]) -> list[int]:
     """Returns what each cache that was closed had imported. Raises TimeoutError."""
     table = _Table.in_dll(library, "uct_cuda_ipc_remote_cache")
@@ -132,10 +136,12 @@ def _close(library: ctypes.CDLL, gone: Callable[[int], bool]) -> list[int]:
     for bucket in dead:
         table.flags[bucket // 16] |= DELETED << bucket % 16 * 2
         table.size -= 1
-    caches = [table.values[bucket] for bucket in dead]
+    _unfinished.extend(table.values[bucket] for bucket in dead)
     _wait_for_lock(table)  # who found one of them before it was marked is done with it then
-    sizes = [ctypes.c_uint64.from_address(cache + SIZE_AT).value for cache in caches]
-    for cache in caches:
+    sizes = list[int]()
+    while _unfinished:
+        cache = _unfinished.pop()
+        sizes.append(ctypes.c_uint64.from_address(cache + SIZE_AT).value)
         destroy(cache, CLOSE_HANDLES)
     return sizes
 

@@ -19,7 +19,7 @@ from elastic.errors import ElasticError
 from elastic.vllm import groups
 from elastic.vllm.worker import dp_sync, meeting, requests
 from elastic.vllm.worker.exchange import Exchange
-from elastic.vllm.worker.experts import Experts
+from elastic.vllm.worker.experts import Experts, reducing
 from elastic.vllm.worker.interface import RefillOrder, Vote, order_of
 from elastic.vllm.worker.maps import assemble, cover
 from elastic.vllm.worker.meeting import Meeting, forming
@@ -31,9 +31,16 @@ log = logging.getLogger("vllm.healer.in_place")
 
 COPY_VARIABLE = "HEALER_EXPERT_COPY"
 """Path of the host copy of experts, in /dev/shm; whoever sets it removes the file when the deployment ends. Unset: no copy."""
+REDUCING_S = 0.03
+"""A step in which the balancer reduces loads over all ranks is given so long to come to that, freed of all else, before it is aborted."""
+ABORT_AFTER_S = 0.35
+"""Any other step, after its first word: longer than an engine waits before it has its workers released from everyone."""
 STUCK_S = 2.5
 """Where a step has not ended so long after its release, the log says in which call each thread stands."""
 POLL_S = 0.0005
+LOOK_S = 0.005
+GIVEN_UP_S = 0.2
+"""For the threads of a refill that was given up: milliseconds where nobody is waited for."""
 ALONE_AFTER_S = 0.05
 """A step that has not ended so long after the order is taken to wait for a live peer that left it; every engine is parked or
 about to be, so nothing is lost by ending it that would not be discarded anyway."""
@@ -57,6 +64,9 @@ class Member:
         self._epoch_lock = threading.Lock()
         self.refill: Refill | None = None
         self._given_up = list[Refill]()
+        self._ended = threading.Event()
+        """The step that was released has, as far as this worker knows."""
+        self._ended.set()
         self.sources = "no source of lost experts"
         self._stock_load, worker.load_model = worker.load_model, self._load_model
         self._experts: Experts | None = None
@@ -154,13 +164,29 @@ class Member:
             return
         if torch.cuda.is_available():
             torch.cuda.set_device(self.worker.device)
-        faulthandler.dump_traceback_later(STUCK_S, file=2)
         self.exchange.release(self.slots.ranks_of(tuple(gone)))
-        self._abort()
+        if self._ended.is_set():
+            self._ended.clear()
+            threading.Thread(target=self._look_after_the_step, name="healer step", daemon=True).start()
+
+    def _look_after_the_step(self) -> None:
+        """Abort communicators if words alone do not end the step. Not beside the words: an abort frees memory, and CUDA lets no
+        other work begin until all that was there before has ended, later words included."""
+        self.exchange.words_first()
+        began, aborted = time.monotonic(), False
+        while not self._ended.wait(LOOK_S):
+            took = time.monotonic() - began
+            if not aborted and (took > ABORT_AFTER_S or (took > REDUCING_S and reducing.pending)):
+                aborted = True
+                self._abort()
+            if took > STUCK_S:
+                log.warning(
+                    "[in-place] a step has not ended %.1f s after its release, or no order has come since", took
+                )
+                faulthandler.dump_traceback(file=2, all_threads=True)
+                return
 
     def _abort(self) -> None:
-        # an abort frees memory, and CUDA lets no other work begin until all that was there before has ended
-        self.exchange.words_first()
         meeting.abort_device_groups(*self.coordinators().values())
 
     def _leave_sync(self) -> None:
@@ -200,12 +226,12 @@ class Member:
         gone = tuple(slot for slot in self.slots.live if slot not in survivors)
         self.healer_leave(epoch)
         self.exchange.release(self.slots.ranks_of(gone))
-        self._abort()
         if self.refill is not None:
             self.healer_refill_abort()
         self._wait_for_steps(deadline)
-        faulthandler.cancel_dump_traceback_later()
+        self._ended.set()
         self.exchange.settled()
+        self._abort()
         mark("steps ended")
 
         members = slots.ranks_of(survivors)
@@ -240,9 +266,13 @@ class Member:
 
     def close_dead(self) -> None:
         """Give back the GPU memory of the dead, at a step boundary with the balancer stopped. Not while a refill that was given up
-        still makes or cuts links: then the next one sees to it."""
+        still makes or cuts links, nor while the balancer's thread may read from the dead: then a later change sees to it."""
+        until = time.monotonic() + GIVEN_UP_S
+        for one in self._given_up:
+            one.wait(until - time.monotonic())
         self._given_up = [one for one in self._given_up if one.runs]
-        if self._given_up:
+        if self._given_up or not self.experts.may_balance:
+            log.info("[in-place] the memory of dead peers is not given back now: links are still in use")
             return
         closed = self.exchange.close_dead()
         if closed.peers:
@@ -270,11 +300,14 @@ class Member:
             return
         # a synchronize could not be given up; when these have ended it has little to wait for
         streams = (torch.cuda.current_stream(), torch.cuda.default_stream())
-        alone, freed = time.monotonic() + ALONE_AFTER_S, False
+        began = time.monotonic()
+        alone, freed = began + ALONE_AFTER_S, False
         while not all(stream.query() for stream in streams):
             now = time.monotonic()
             if now > deadline:
                 raise TimeoutError("a step of this worker has not ended: a kernel still waits")
+            if now > began + ABORT_AFTER_S:
+                self._abort()
             if now > alone and not freed:
                 # a live peer that failed before it launched this step never will: the step is lost with all of them
                 self.exchange.release(self.slots.live_ranks)
@@ -304,7 +337,8 @@ class Member:
     def healer_refill_abort(self) -> None:
         if self.refill is not None:
             self.refill.abort()
-            self._given_up.append(self.refill)
+            if self.refill not in self._given_up:
+                self._given_up.append(self.refill)
 
     def healer_join(self, order: dict[str, Any], phase: str) -> None:
         if self.refill is None:

@@ -56,6 +56,10 @@ class Refill:
     def runs(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    def wait(self, timeout_s: float) -> None:
+        if self._thread is not None:
+            self._thread.join(max(0.0, timeout_s))
+
     @property
     def blocks(self) -> bool:
         """Whether another refill must wait. One that was given up and still hangs after its deadline (NCCL waits for a dead
@@ -82,11 +86,13 @@ class Refill:
             self._prepare()
         except BaseException as error:
             log.exception("[in-place] preparing refill %d", self.order.epoch)
+            groups.forget(error)  # its frames hold groups and links
             self._error = error
         with self._lock:
             self._through = True
         if self._cancelled.is_set():
             self._drop()
+            return  # nobody waits for the key, and the store may be gone
         with contextlib.suppress(Exception):
             self.meeting.store().set(self._key, b"1")
 

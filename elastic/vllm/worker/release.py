@@ -1,8 +1,8 @@
 """Frees what waits for a dead peer, while the worker's main thread stands in a step and answers nobody.
 
-A thread of the worker listens for the engine's datagrams (`interface.release_address`). On the first word of a death it aborts
-the NCCL communicators that the dead rank was in, masks the rank in NIXL's buffer, so that later kernels skip it, and writes the
-words that a waiting kernel spins on, again and again until the device has ended the step. The step's result is wrong, and is
+A thread of the worker listens for the engine's datagrams (`interface.release_address`). On the first word of a death a flag is set on
+the device, the rank is masked in NIXL's buffer, so that later kernels skip it, and the words that a waiting kernel spins on are
+written, again and again until the device has ended the step. What words do not end is aborted after them (`member`). The step's result is wrong, and is
 thrown away: a flag on the device was set before the first word. The mask alone would not do: while a joiner is staged it cannot
 be set without waiting for the step (`exchange`), and later kernels are freed by words then.
 """
@@ -142,5 +142,6 @@ class WordWriter:
                 with self._lock:
                     self._wanted.clear()
                     self._thread = None
+                    self._round.notify_all()
                 return
             time.sleep(WRITE_EVERY_S)
