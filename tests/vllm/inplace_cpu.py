@@ -122,6 +122,9 @@ class Exchange:
     def disconnect(self, ranks: Any) -> None:
         pass
 
+    def steps_end(self, wanted: Any) -> None:
+        pass
+
     def close_dead(self) -> Any:
         from elastic.vllm.worker.ipc_cache import Closed
 

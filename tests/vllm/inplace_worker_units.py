@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu import dp_utils as dp_utils_v2
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from elastic.vllm import groups
-from elastic.vllm.worker import dp_sync, experts, meeting, member
+from elastic.vllm.worker import dp_sync, experts, meeting, member, refill
 from elastic.vllm.worker.meeting import Meeting
 from elastic.vllm.worker.slots import Slots
 
@@ -357,6 +357,54 @@ def test_a_step_that_words_do_not_end_is_aborted_after_them(monkeypatch: pytest.
     finally:
         found.worker._ended.set()
     assert found.order == ["release", "words", "abort"]
+
+
+@pytest.mark.parametrize("shrinks", [False, True])
+def test_kernels_of_a_refill_that_is_given_up_are_ended_after_the_step(
+    monkeypatch: pytest.MonkeyPatch, *, shrinks: bool
+) -> None:
+    """The step may wait for a rank that died meanwhile, for words that an abort would hold up."""
+    order, ended, aborted = list[str](), threading.Event(), threading.Event()
+
+    def steps_end(wanted: Any) -> None:
+        while wanted() and not ended.wait(0.005):
+            pass
+        order.append("waited")
+
+    def abort(*_: object) -> None:
+        order.append("abort")
+        aborted.set()
+
+    monkeypatch.setattr(meeting, "abort_device_groups", abort)
+    found = object.__new__(refill.Refill)
+    found.member = SimpleNamespace(exchange=SimpleNamespace(steps_end=steps_end))
+    found._lock, found._cancelled, found._aborted = threading.Lock(), threading.Event(), threading.Event()
+    found._through, found._formation = False, SimpleNamespace(made=["a group"])
+    found.abort()
+    assert not aborted.wait(0.1)
+    if shrinks:
+        found.abort_kernels()
+        assert order[0] == "abort"
+    else:
+        ended.set()
+        assert aborted.wait(10)
+        assert order == ["waited", "abort"]
+
+
+def test_a_step_that_stays_shows_where_each_thread_stands(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(member, "STUCK_S", 0.05)
+    found, said = Released(monkeypatch), ""
+    try:
+        found.worker._on_dead(1, [2])
+        deadline = time.monotonic() + 10
+        while "test_a_step_that_stays" not in said:
+            assert time.monotonic() < deadline, said
+            said += capfd.readouterr().err
+            time.sleep(0.01)
+    finally:
+        found.worker._ended.set()
 
 
 @pytest.mark.parametrize("through", [False, True])

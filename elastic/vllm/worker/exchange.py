@@ -46,6 +46,10 @@ class Exchange(Protocol):
     def disconnect(self, ranks: Collection[int]) -> None:
         """Of those that were connected for a refill and never took part. Any thread; unknown ranks are no error."""
 
+    def steps_end(self, wanted: Callable[[], bool]) -> None:
+        """Wait for the steps that the device has now, if one waits for a dead rank until it has been freed, for as long as that is
+        `wanted`. Any thread. Under load there is no moment without steps."""
+
     def close_dead(self) -> Closed:
         """Give back the GPU memory of dead processes. The device has ended all steps, no expert is being moved, and no link is being
         made or cut."""
@@ -271,34 +275,38 @@ class NixlExchange:
             os._exit(EXCHANGE_EXIT)
 
     def disconnect(self, ranks: Collection[int]) -> None:
-        import torch
-
         from elastic.rank.frozen import ends_within
 
-        if self._side is not None:  # a thread of its own begins on the first device
-            torch.cuda.set_device(self._side.device)
-        while self._to_cut(ranks):
-            # NIXL would wait for the step that is under way with Python's lock held; if that waits for a dead rank nobody could free it
-            passed = self._step_stream.record_event() if self._step_stream is not None else None
-            while self._to_cut(ranks) and not ((passed is None or passed.query()) and not self._frees()):
-                time.sleep(METADATA_POLL_S)
-            with self._links, _own_stream():
-                # a step that has begun meanwhile is waited for outside
-                passed = self._step_stream.record_event() if self._step_stream is not None else None
-                gone = self._to_cut(ranks)
-                if gone and (passed is None or passed.query()) and not self._frees():
-                    with ends_within(DISCONNECT_S):
-                        self._state.buffer.disconnect_ranks(gone)
-                    self._staged = False
-                    self.connected -= set(gone)
-                    self._state.connected_ep_size = max(self.connected) + 1
+        # NIXL waits for the steps that are under way with Python's lock held, and if one waits for a dead rank nobody could free it
+        self.steps_end(lambda: bool(self._to_cut(ranks)))
+        with self._links:
+            gone = self._to_cut(ranks)
+            if not gone:
+                return
+            with ends_within(DISCONNECT_S), _own_stream():
+                self._state.buffer.disconnect_ranks(gone)
+            self._staged = False
+            self.connected -= set(gone)
+            self._state.connected_ep_size = max(self.connected) + 1
 
     def _to_cut(self, ranks: Collection[int]) -> list[int]:
         """What of these is connected and takes no part; a shrink may see to it first."""
         return sorted(set(ranks) & self.connected - self.active)
 
-    def _frees(self) -> bool:
-        return self._writer is not None and self._writer.writes
+    def _bind(self) -> None:
+        """A thread of its own begins on the first device."""
+        import torch
+
+        if self._side is not None:
+            torch.cuda.set_device(self._side.device)
+
+    def steps_end(self, wanted: Callable[[], bool]) -> None:
+        self._bind()
+        passed = self._step_stream.record_event() if self._step_stream is not None else None
+        while wanted() and not (
+            (passed is None or passed.query()) and (self._writer is None or not self._writer.writes)
+        ):
+            time.sleep(METADATA_POLL_S)
 
     def close_dead(self) -> Closed:
         with self._links:

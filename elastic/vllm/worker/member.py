@@ -313,6 +313,8 @@ class Member:
                 self.exchange.release(self.slots.live_ranks)
                 freed = True
             time.sleep(POLL_S)
+        for one in self._given_up:
+            one.abort_kernels()
         torch.cuda.synchronize()
 
     # --- refill ------------------------------------------------------------------------------------------------------------

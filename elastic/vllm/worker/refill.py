@@ -40,6 +40,7 @@ class Refill:
         self.meeting = member.meeting_of(order)
         self._key = f"{self.meeting.prefix}/prepared/{member.rank}"
         self._cancelled = threading.Event()
+        self._aborted = threading.Event()
         self._lock = threading.Lock()
         self._through = False
         """The preparation has ended, well or not."""
@@ -192,17 +193,26 @@ class Refill:
         return all(store.get(f"{prefix}/vote/{rank}") == b"1" for rank in self.slots.live_ranks)
 
     def abort(self) -> None:
-        """Waits for nobody: a preparation that runs drops what it made when it notices. Kernels of it that wait for a joiner are
-        ended at once: a shrink waits for the device."""
+        """Waits for nobody: a preparation that runs drops what it made when it notices."""
         with self._lock:
             again = self._cancelled.is_set()
             self._cancelled.set()
             ours = self._through and not again
         if not again and not ours:
-            meeting.abort_device_groups(*self._formation.made)
+            threading.Thread(target=self._abort_late, name="healer refill abort", daemon=True).start()
         if ours:
             self._thread = threading.Thread(target=self._drop, name="healer refill drop", daemon=True)
             self._thread.start()
+
+    def _abort_late(self) -> None:
+        """Not beside a step that waits for a dead rank: an abort frees memory, and CUDA would let no word begin that frees the step."""
+        self.member.exchange.steps_end(lambda: not self._aborted.is_set())
+        self.abort_kernels()
+
+    def abort_kernels(self) -> None:
+        """End those that wait for a joiner: a shrink waits for the device. All steps have ended."""
+        self._aborted.set()
+        meeting.abort_device_groups(*self._formation.made)
 
     def _drop(self) -> None:
         try:
