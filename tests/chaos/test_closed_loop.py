@@ -84,6 +84,7 @@ def test_the_rules_of_the_closed_loop_grow_for_all_clients_and_come_back() -> No
     assert max(after for _, _, after in played.changes) >= MOST - 1
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_cost_a_fraction_of_a_core(tmp_path: Path) -> None:
     point = measure(1024, 5)
     assert point.cpu_percent < 30.0, "4.5 on an idle machine"

@@ -27,6 +27,7 @@ def parts_of(out: Path) -> dict[str, Any]:
     return {part["name"]: part for part in found["parts"]}
 
 
+@pytest.mark.slow
 def test_kills_with_spares_are_measured_from_the_ranks_own_records(tmp_path: Path) -> None:
     done = bench(tmp_path, "--parts", "kill", "--samples", "0.06")
     assert done.returncode == 0, done.stdout + done.stderr

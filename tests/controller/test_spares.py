@@ -146,6 +146,7 @@ async def test_no_process_starts_beside_a_group_that_changes(
         assert not list(owner.executor.config.root.glob("spare-*.sock*"))
 
 
+@pytest.mark.slow
 async def test_two_deaths_with_one_spare_are_refilled_by_it_and_a_new_process(checkpoint: Path, run_dir: Path) -> None:
     async with group(config(checkpoint, run_dir, 1)) as owner:
         want = await owner.answers()
@@ -168,6 +169,7 @@ async def test_an_idle_spare_that_dies_is_replaced_and_no_rank_is_touched(checkp
         assert owner.executor.status().epoch == epoch
 
 
+@pytest.mark.slow
 async def test_spares_that_keep_dying_are_given_up_until_somebody_asks_anew(
     checkpoint: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

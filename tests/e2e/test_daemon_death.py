@@ -87,7 +87,14 @@ async def test_the_daemon_all_ranks_and_the_state_file_are_lost_and_every_reques
 
 @pytest.mark.parametrize(
     "delay_s",
-    [0.0, pytest.param(0.002, marks=SLOW), 0.005, pytest.param(0.01, marks=SLOW), pytest.param(0.02, marks=SLOW), 0.05],
+    [
+        0.0,
+        pytest.param(0.002, marks=SLOW),
+        pytest.param(0.005, marks=SLOW),
+        pytest.param(0.01, marks=SLOW),
+        pytest.param(0.02, marks=SLOW),
+        0.05,
+    ],
 )
 async def test_a_daemon_that_dies_in_the_middle_of_healing_is_finished_by_the_next(
     deployment: Deployment, prompts: list[Tokens], expected: list[Tokens], delay_s: float

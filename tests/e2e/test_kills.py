@@ -70,7 +70,7 @@ async def test_a_hung_rank_is_fenced_and_its_requests_go_on(
         await fault_under_traffic(deployment, prompts, expected, [slot], signal.SIGSTOP, 200)
 
 
-@pytest.mark.parametrize("slots", [[0, 1], [1, 3]])
+@pytest.mark.parametrize("slots", [pytest.param([0, 1], marks=pytest.mark.slow), [1, 3]])
 async def test_two_ranks_at_once(
     deployment: Deployment, prompts: list[Tokens], expected: list[Tokens], slots: list[int]
 ) -> None:
@@ -119,6 +119,7 @@ async def test_a_replacement_that_dies_while_it_boots_is_replaced_itself(deploym
     await replaced(deployment, [1], {1: first})
 
 
+@pytest.mark.slow
 async def test_a_kill_of_the_idle_group_is_healed_before_anybody_asks(
     deployment: Deployment, prompts: list[Tokens], expected: list[Tokens]
 ) -> None:

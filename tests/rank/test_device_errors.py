@@ -48,7 +48,7 @@ async def test_a_rank_whose_step_fails_on_the_device_ends_itself_and_no_token_is
         assert await owner.answers(prompts) == want
 
 
-@pytest.mark.parametrize("place", ["copy", "disconnect"])
+@pytest.mark.parametrize("place", ["copy", pytest.param("disconnect", marks=pytest.mark.slow)])
 async def test_a_survivor_that_fails_while_it_heals_is_lost_too_and_the_rest_goes_on(
     checkpoint: Path, run_dir: Path, place: str
 ) -> None:
@@ -72,7 +72,7 @@ async def test_a_survivor_that_fails_while_it_heals_is_lost_too_and_the_rest_goe
         assert await owner.answers(prompts) == want
 
 
-@pytest.mark.parametrize("place", ["connect", "copy"])
+@pytest.mark.parametrize("place", ["connect", pytest.param("copy", marks=pytest.mark.slow)])
 async def test_a_joiner_whose_device_fails_is_tried_again_and_costs_nobody(
     checkpoint: Path, run_dir: Path, place: str
 ) -> None:
