@@ -20,6 +20,7 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
 
 
+@pytest.mark.slow
 def test_a_bench_writes_raw_samples_and_their_summary(tmp_path: Path) -> None:
     out = tmp_path / "results" / "bench.json"
     done = bench("--kills", "1", "--rest", "1", "--redundancy", "0", "--sensors", "1", "--out", str(out))

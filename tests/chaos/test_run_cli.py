@@ -36,6 +36,7 @@ def chaos(*arguments: str, deadline_s: float = 240.0) -> "subprocess.CompletedPr
     )
 
 
+@pytest.mark.slow
 def test_a_daemon_killed_in_the_commit_of_a_loss_costs_nothing_and_the_record_tells_all(tmp_path: Path) -> None:
     scenario, out = tmp_path / "two.yaml", tmp_path / "out"
     scenario.write_text(TWO)

@@ -62,6 +62,7 @@ async def test_twenty_kills_of_any_slot_change_no_token(
         await fault_under_traffic(deployment, prompts, expected, [kill % 4], signal.SIGKILL, at)
 
 
+@pytest.mark.slow
 async def test_a_hung_rank_is_fenced_and_its_requests_go_on(
     deployment: Deployment, prompts: list[Tokens], expected: list[Tokens]
 ) -> None:
