@@ -1,5 +1,5 @@
-"""The worker's part against vLLM's own functions (inplace_worker_units.py, inplace_exchange_units.py), in vLLM's interpreter, which has no pytest: it is lent
-this one's."""
+"""The worker's part against vLLM's own functions (the scripts inplace_*_units.py), in vLLM's interpreter, which has no pytest: it is
+lent this one's."""
 
 import os
 import re
@@ -24,7 +24,7 @@ sys.exit(pytest.main(["-rA", "-p", "no:cacheprovider", "-c", sys.argv[2], "--imp
 """
 
 
-@pytest.mark.parametrize("name", ["inplace_worker_units.py", "inplace_exchange_units.py"])
+@pytest.mark.parametrize("name", [f"inplace_{part}_units.py" for part in ("worker", "abort", "exchange", "release")])
 def test_the_workers_part_fits_vllms_own_functions(name: str) -> None:
     script = real.ROOT / "tests/vllm" / name
     command = [str(inplace_moe.PYTHON), "-c", RUN, sysconfig.get_paths()["purelib"]]

@@ -66,7 +66,7 @@ class Member:
         self._given_up = list[Refill]()
         self._ended = threading.Event()
         """The step that was released has, as far as this worker knows."""
-        self._ended.set()
+        self._looking: threading.Thread | None = None
         self.sources = "no source of lost experts"
         self._stock_load, worker.load_model = worker.load_model, self._load_model
         self._experts: Experts | None = None
@@ -165,9 +165,10 @@ class Member:
         if torch.cuda.is_available():
             torch.cuda.set_device(self.worker.device)
         self.exchange.release(self.slots.ranks_of(tuple(gone)))
-        if self._ended.is_set():
-            self._ended.clear()
-            threading.Thread(target=self._look_after_the_step, name="healer step", daemon=True).start()
+        self._ended.clear()
+        if self._looking is None or not self._looking.is_alive():
+            self._looking = threading.Thread(target=self._look_after_the_step, name="healer step", daemon=True)
+            self._looking.start()
 
     def _look_after_the_step(self) -> None:
         """Abort communicators if words alone do not end the step. Not beside the words: an abort frees memory, and CUDA lets no
