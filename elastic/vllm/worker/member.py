@@ -302,13 +302,14 @@ class Member:
         # a synchronize could not be given up; when these have ended it has little to wait for
         streams = (torch.cuda.current_stream(), torch.cuda.default_stream())
         began = time.monotonic()
-        alone, freed = began + ALONE_AFTER_S, False
+        alone, freed, aborted = began + ALONE_AFTER_S, False, False
         while not all(stream.query() for stream in streams):
             now = time.monotonic()
             if now > deadline:
                 raise TimeoutError("a step of this worker has not ended: a kernel still waits")
-            if now > began + ABORT_AFTER_S:
+            if now > began + ABORT_AFTER_S and not aborted:
                 self._abort()
+                aborted = True
             if now > alone and not freed:
                 # a live peer that failed before it launched this step never will: the step is lost with all of them
                 self.exchange.release(self.slots.live_ranks)

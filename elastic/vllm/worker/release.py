@@ -2,9 +2,10 @@
 
 A thread of the worker listens for the engine's datagrams (`interface.release_address`). On the first word of a death a flag is set on
 the device, the rank is masked in NIXL's buffer, so that later kernels skip it, and the words that a waiting kernel spins on are
-written, again and again until the device has ended the step. What words do not end is aborted after them (`member`). The step's result is wrong, and is
-thrown away: a flag on the device was set before the first word. The mask alone would not do: while a joiner is staged it cannot
-be set without waiting for the step (`exchange`), and later kernels are freed by words then.
+written, again and again until the device has ended the step. What words do not end is aborted after them (`member`).
+
+The step's result is wrong, and is thrown away: the flag was set before the first word. The mask alone would not do: while a joiner is
+staged it cannot be set without waiting for the step (`exchange`), and later kernels are freed by words then.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
